@@ -1,0 +1,60 @@
+# make bench    move real KV blocks between two processes and print figures
+# make test     the whole test suite
+# make help     the rest
+
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PY := .venv/bin/python
+STAMPS := .venv/stamps
+INPUTS := pyproject.toml setup.py scripts/make_venv.sh $(wildcard kvnixl/*.pyx csrc/*.h)
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+export PYTHONUNBUFFERED := 1
+
+.PHONY: help
+help:
+	@echo 'make bench          run the benchmark (BENCH_ARGS="--model qwen3-8b" for options)'
+	@echo 'make test           run all tests (PYTEST_ARGS="-k transport" for options)'
+	@echo 'make check          formatting, linting, types'
+	@echo 'make test-asan      the extensions under AddressSanitizer and UBSan'
+	@echo 'make test-native    the lease-slot protocol in C under ThreadSanitizer and valgrind'
+	@echo 'make soak           read and overwrite for a minute; no wrong byte may be accepted'
+	@echo 'make bench-suite    the pytest-benchmark suites in bench/'
+	@echo 'make clean          remove what was built'
+
+$(STAMPS)/%: $(INPUTS)
+	scripts/make_venv.sh $*
+	@mkdir -p $(STAMPS) && touch $@
+
+.PHONY: bench
+bench: $(STAMPS)/core
+	$(PY) -m kvnixl.bench $(BENCH_ARGS)
+
+.PHONY: test
+test: $(STAMPS)/test
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+.PHONY: check
+check: $(STAMPS)/dev
+	scripts/check.sh
+
+.PHONY: test-asan
+test-asan: $(STAMPS)/test
+	PYTHON=$(PY) scripts/test_asan.sh
+
+.PHONY: test-native
+test-native:
+	scripts/test_native.sh
+
+.PHONY: soak
+soak: $(STAMPS)/core
+	$(PY) scripts/soak.py
+
+.PHONY: bench-suite
+bench-suite: $(STAMPS)/test
+	$(PY) -m pytest bench -o 'python_files=bench_*.py' --benchmark-only $(PYTEST_ARGS)
+
+.PHONY: clean
+clean:
+	rm -rf build .venv/stamps kvnixl/*.so kvnixl.egg-info

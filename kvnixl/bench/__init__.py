@@ -1,0 +1,20 @@
+"""``python -m kvnixl.bench``: real KV blocks between two processes of this machine, over real NIXL,
+every byte checked, beside NIXL's plain API and the machine's memcpy.
+
+============  ====================================================================================
+`cli`         the command line, its checks, exit codes and signals
+`models`      the KV cache shapes of well-known models
+`plan`        what is measured: how many blocks, which requests, which block lists
+`content`     what each byte has to be, and the check that it is
+`cache`       the memory of one side, one region per layer
+`paths`       the ways to fetch a request: kvnixl, NIXL's plain API, with a lease check, memcpy
+`workers`     the producer and the reader, each in a process of its own
+`processes`   starting such processes, calling them, ending them whatever happens
+`session`     the course of a run: who does what when
+`results`     statistics and the JSON document
+`machine`     what is known of the machine and the libraries
+`tables`      the tables, as text
+`wording`     numbers and findings in words
+`report`      what people read, and the progress bar
+============  ====================================================================================
+"""
