@@ -50,6 +50,7 @@ setup(
             "cdivision": True,
             "embedsignature": True,
             "embedsignature.format": "python",
+            "autotestdict": False,
         },
         build_dir="build/cython",
         force=SANITIZE,

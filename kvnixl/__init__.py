@@ -15,6 +15,28 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from kvnixl._fence import memory_fence as memory_fence
     from kvnixl.agent import Agent as Agent
+    from kvnixl.compat import CompatibilityCheck as CompatibilityCheck
+    from kvnixl.compat import compute_nixl_compatibility_hash as compute_nixl_compatibility_hash
+    from kvnixl.deadlines import Deadlines as Deadlines
+    from kvnixl.handshake import HandshakeClient as HandshakeClient
+    from kvnixl.handshake import HandshakeServer as HandshakeServer
+    from kvnixl.heartbeat import HeartbeatSender as HeartbeatSender
+    from kvnixl.heartbeat import HeartbeatTracker as HeartbeatTracker
+    from kvnixl.leases import LeaseSlotAllocator as LeaseSlotAllocator
+    from kvnixl.leases import LeaseVerifier as LeaseVerifier
+    from kvnixl.leases import ProducerLeaseSlots as ProducerLeaseSlots
+    from kvnixl.leases import lease_slot_descs as lease_slot_descs
+    from kvnixl.metadata import HeartbeatInfo as HeartbeatInfo
+    from kvnixl.metadata import KvNixlExtension as KvNixlExtension
+    from kvnixl.metadata import Lease as Lease
+    from kvnixl.metadata import LeaseSlotRegion as LeaseSlotRegion
+    from kvnixl.metadata import NixlAgentMetadata as NixlAgentMetadata
+    from kvnixl.metadata import NixlConnectorMetadata as NixlConnectorMetadata
+    from kvnixl.metadata import NixlHandshakePayload as NixlHandshakePayload
+    from kvnixl.metadata import PushRegistration as PushRegistration
+    from kvnixl.metadata import RemoteMeta as RemoteMeta
+    from kvnixl.metadata import ReqMeta as ReqMeta
+    from kvnixl.metadata import TransferParams as TransferParams
     from kvnixl.transport import CancelMode as CancelMode
     from kvnixl.transport import DataTransport as DataTransport
     from kvnixl.transport import NixlTransport as NixlTransport
@@ -24,6 +46,28 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "memory_fence": "kvnixl._fence",
     "Agent": "kvnixl.agent",
+    "CompatibilityCheck": "kvnixl.compat",
+    "compute_nixl_compatibility_hash": "kvnixl.compat",
+    "Deadlines": "kvnixl.deadlines",
+    "HandshakeClient": "kvnixl.handshake",
+    "HandshakeServer": "kvnixl.handshake",
+    "HeartbeatSender": "kvnixl.heartbeat",
+    "HeartbeatTracker": "kvnixl.heartbeat",
+    "LeaseSlotAllocator": "kvnixl.leases",
+    "LeaseVerifier": "kvnixl.leases",
+    "ProducerLeaseSlots": "kvnixl.leases",
+    "lease_slot_descs": "kvnixl.leases",
+    "HeartbeatInfo": "kvnixl.metadata",
+    "KvNixlExtension": "kvnixl.metadata",
+    "Lease": "kvnixl.metadata",
+    "LeaseSlotRegion": "kvnixl.metadata",
+    "NixlAgentMetadata": "kvnixl.metadata",
+    "NixlConnectorMetadata": "kvnixl.metadata",
+    "NixlHandshakePayload": "kvnixl.metadata",
+    "PushRegistration": "kvnixl.metadata",
+    "RemoteMeta": "kvnixl.metadata",
+    "ReqMeta": "kvnixl.metadata",
+    "TransferParams": "kvnixl.metadata",
     "CancelMode": "kvnixl.transport",
     "DataTransport": "kvnixl.transport",
     "NixlTransport": "kvnixl.transport",

@@ -30,6 +30,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, cast
 
+import numpy as np
+
 from kvnixl.errors import (
     AgentError,
     ClosedError,
@@ -42,7 +44,6 @@ from kvnixl.errors import (
 )
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
     Descs: TypeAlias = npt.NDArray[np.uint64]
@@ -62,6 +63,7 @@ DEFAULT_POLL_DELAY_US = 1000
 DEFAULT_CLOSE_TIMEOUT_S = 2.0
 
 _IN_FLIGHT = ("PROC", "PEND")
+_INT32 = np.dtype(np.int32)
 
 
 class NixlAgentLike(Protocol):
@@ -202,14 +204,23 @@ def _translate(
     return default(operation, reason, peer=peer)
 
 
-@contextlib.contextmanager
-def _calling(operation: str, default: type[AgentError], peer: str | None = None) -> Iterator[None]:
-    try:
-        yield
-    except AgentError:
-        raise
-    except Exception as exc:
-        raise _translate(operation, exc, peer, default) from exc
+class _calling:  # noqa: N801 - used like a function
+    """Turns what a NIXL call raises into an `AgentError`. A generator would cost more than the
+    calls that it is around."""
+
+    __slots__ = ("_default", "_operation", "_peer")
+
+    def __init__(self, operation: str, default: type[AgentError], peer: str | None = None) -> None:
+        self._operation = operation
+        self._default = default
+        self._peer = peer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, exc: BaseException | None, traceback: object) -> None:
+        if isinstance(exc, Exception) and not isinstance(exc, AgentError):
+            raise _translate(self._operation, exc, self._peer, self._default) from exc
 
 
 # --- owners ---------------------------------------------------------------------------------------
@@ -223,8 +234,10 @@ class _Owned:
     ``released`` that NIXL is.
     """
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Agent, owners: dict[int, Any]) -> None:
         self._agent = agent
+        self._owners = owners  # where the agent keeps it while it is open
+        owners[id(self)] = self
         self.handle: Any = None  # what NIXL gave out
         self.closed = False
         self.released = False
@@ -237,7 +250,7 @@ class _Owned:
         """Release it, or leave it to the agent's quarantine. True when it was released."""
         if not self.closed:
             self.closed = True
-            self._agent._forget(self)
+            self._owners.pop(id(self), None)
             if not self._try_release():
                 self._agent._quarantine[id(self)] = self
         return self.released
@@ -261,7 +274,7 @@ class Registration(_Owned):
     """Memory registered with NIXL."""
 
     def __init__(self, agent: Agent, descs: Any, num_bytes: int) -> None:
-        super().__init__(agent)
+        super().__init__(agent, agent._registrations)
         self.handle = descs
         self.num_bytes = num_bytes
 
@@ -276,7 +289,7 @@ class PreparedList(_Owned):
     """A prepared descriptor list of one side; transfers name its descriptors by int32 index."""
 
     def __init__(self, agent: Agent, handle: Any, peer: str | None) -> None:
-        super().__init__(agent)
+        super().__init__(agent, agent._lists)
         self.handle = handle
         self.peer = peer
 
@@ -290,7 +303,7 @@ class RemoteAgent(_Owned):
     forgets it when the last one closes."""
 
     def __init__(self, agent: Agent, name: str) -> None:
-        super().__init__(agent)
+        super().__init__(agent, agent._remotes)
         self.name = name
 
     def _release(self) -> None:
@@ -316,7 +329,7 @@ class Transfer(_Owned):
     """
 
     def __init__(self, agent: Agent, handle: Any, operation: str, peer: str | None) -> None:
-        super().__init__(agent)
+        super().__init__(agent, agent._transfers)
         self.handle = handle
         self.operation = operation
         self.peer = peer
@@ -515,9 +528,7 @@ class Agent:
                 ) from exc
             if descs is None:
                 raise RegistrationError("register_memory", f"NIXL refused {len(rows)} regions")
-        registration = Registration(self, descs, total)
-        self._registrations[id(registration)] = registration
-        return registration
+        return Registration(self, descs, total)
 
     def deregister_memory(self, registration: Registration) -> None:
         """NIXL's name for ``registration.close()``, but raises when that is not possible now."""
@@ -552,9 +563,7 @@ class Agent:
             handle = self.raw.prep_xfer_dlist(name, descs, mem_type=mem_type)
             if handle is None:
                 raise DescriptorError("prep_xfer_dlist", "NIXL returned nothing", peer=peer)
-        prepared = PreparedList(self, handle, peer)
-        self._lists[id(prepared)] = prepared
-        return prepared
+        return PreparedList(self, handle, peer)
 
     def release_dlist_handle(self, prepared: PreparedList) -> None:
         """NIXL's name for ``prepared.close()``, but raises when that is not possible now."""
@@ -612,9 +621,7 @@ class Agent:
             raise
         if handle is None:
             raise TransferError("make_prepped_xfer", "NIXL returned nothing", peer=peer)
-        transfer = Transfer(self, handle, operation, peer)
-        self._transfers[id(transfer)] = transfer
-        return transfer
+        return Transfer(self, handle, operation, peer)
 
     def transfer(self, xfer: Transfer) -> XferState:
         """NIXL's name for `Transfer.post`."""
@@ -658,7 +665,6 @@ class Agent:
             raise AgentError("add_remote_agent", "NIXL did not accept the metadata")
         remote = RemoteAgent(self, str(name))
         self._remote_owners[remote.name] = self._remote_owners.get(remote.name, 0) + 1
-        self._remotes[id(remote)] = remote
         return remote
 
     def remove_remote_agent(self, remote: RemoteAgent) -> None:
@@ -681,8 +687,11 @@ class Agent:
     def get_new_notifs(self) -> dict[str, list[bytes]]:
         """Notifications that arrived since the last call, by the sender's agent name."""
         self._check_open("get_new_notifs")
-        with _calling("get_new_notifs", AgentError):
+        # Called in every step, nearly always for nothing: `_calling` would be most of its cost.
+        try:
             return dict(self.raw.get_new_notifs())
+        except Exception as exc:
+            raise _translate("get_new_notifs", exc, None, AgentError) from exc
 
     # ending
 
@@ -777,19 +786,12 @@ class Agent:
         if self.closed:
             raise ClosedError(f"{operation}: the agent {self.name!r} was closed")
 
-    def _forget(self, owned: _Owned) -> None:
-        key = id(owned)
-        self._transfers.pop(key, None)
-        self._lists.pop(key, None)
-        self._registrations.pop(key, None)
-        self._remotes.pop(key, None)
-
     def _close_or_raise(self, owned: _Owned) -> None:
         if owned.released:
             return
         owned._release()
         owned._mark_released()
-        self._forget(owned)
+        owned._owners.pop(id(owned), None)
         self._quarantine.pop(id(owned), None)
 
 
@@ -798,10 +800,8 @@ _undead: list[Agent] = []
 
 
 def _as_indices(indices: Indices, side: str, peer: str | None) -> npt.NDArray[np.int32]:
-    import numpy as np
-
     array = np.asarray(indices)
-    if array.dtype == np.int32 and array.ndim == 1 and array.flags.c_contiguous:
+    if array.dtype == _INT32 and array.ndim == 1 and array.flags.c_contiguous:
         return array
     if array.ndim != 1:
         raise DescriptorError(

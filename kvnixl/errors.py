@@ -64,6 +64,21 @@ class ReleaseError(AgentError):
     """A handle could not be released now (NIXL cannot cancel what runs); try again later."""
 
 
+class RequestInProgressError(KvNixlError, ValueError):
+    """A request of that id has no outcome yet; collect it with ``step()``, or abort it first.
+
+    Attributes:
+        request_id: the id.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        super().__init__(
+            f"request {request_id!r} is being read already: wait for its outcome before its id is "
+            "used again"
+        )
+
+
 class TransportError(KvNixlError):
     """A block transport cannot do what was asked in its present state."""
 

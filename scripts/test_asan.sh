@@ -2,7 +2,7 @@
 # Builds the extensions with AddressSanitizer and UndefinedBehaviorSanitizer into build/asan (the
 # normal build stays as it is) and runs the tests that need nothing but the extensions.
 #
-#   scripts/test_asan.sh [TEST_FILE...]
+#   scripts/test_asan.sh [TEST_FILE | PYTEST_OPTION]...
 #
 #   PYTHON   the interpreter, with kvnixl's test dependencies (default: python3)
 #   CC       the compiler (default: gcc); its libasan and libubsan are preloaded
@@ -13,7 +13,11 @@ python=${PYTHON:-python3}
 compiler=${CC:-gcc}
 library_dir=build/asan
 
-if [ $# -eq 0 ]; then
+names_tests=false
+for argument in "$@"; do
+    [ ! -e "${argument%%::*}" ] || names_tests=true
+done
+if [ "$names_tests" = false ]; then
     # Real NIXL is left out below: it is not built with the sanitizers.
     for extension in kvnixl/_*.pyx; do
         test_file=tests/test_$(basename "$extension" .pyx | cut -c 2-).py
