@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from kvnixl.handshake import HandshakeServer as HandshakeServer
     from kvnixl.heartbeat import HeartbeatSender as HeartbeatSender
     from kvnixl.heartbeat import HeartbeatTracker as HeartbeatTracker
+    from kvnixl.layout import CacheGroup as CacheGroup
+    from kvnixl.layout import CacheLayout as CacheLayout
+    from kvnixl.layout import MemoryRange as MemoryRange
+    from kvnixl.layout import PackedMember as PackedMember
+    from kvnixl.layout import Region as Region
+    from kvnixl.layout import layout_from_addresses as layout_from_addresses
+    from kvnixl.layout import layout_from_metadata as layout_from_metadata
+    from kvnixl.layout import layout_from_tensors as layout_from_tensors
     from kvnixl.leases import LeaseSlotAllocator as LeaseSlotAllocator
     from kvnixl.leases import LeaseVerifier as LeaseVerifier
     from kvnixl.leases import ProducerLeaseSlots as ProducerLeaseSlots
@@ -37,6 +45,15 @@ if TYPE_CHECKING:
     from kvnixl.metadata import RemoteMeta as RemoteMeta
     from kvnixl.metadata import ReqMeta as ReqMeta
     from kvnixl.metadata import TransferParams as TransferParams
+    from kvnixl.topology import BlockPairs as BlockPairs
+    from kvnixl.topology import RankRead as RankRead
+    from kvnixl.topology import ReadPlan as ReadPlan
+    from kvnixl.topology import UnfilledTokens as UnfilledTokens
+    from kvnixl.topology import check_parallel_sizes as check_parallel_sizes
+    from kvnixl.topology import consumer_count as consumer_count
+    from kvnixl.topology import heads_of_rank as heads_of_rank
+    from kvnixl.topology import plan_reads as plan_reads
+    from kvnixl.topology import target_ranks as target_ranks
     from kvnixl.transport import CancelMode as CancelMode
     from kvnixl.transport import DataTransport as DataTransport
     from kvnixl.transport import NixlTransport as NixlTransport
@@ -53,6 +70,14 @@ _EXPORTS = {
     "HandshakeServer": "kvnixl.handshake",
     "HeartbeatSender": "kvnixl.heartbeat",
     "HeartbeatTracker": "kvnixl.heartbeat",
+    "CacheGroup": "kvnixl.layout",
+    "CacheLayout": "kvnixl.layout",
+    "MemoryRange": "kvnixl.layout",
+    "PackedMember": "kvnixl.layout",
+    "Region": "kvnixl.layout",
+    "layout_from_addresses": "kvnixl.layout",
+    "layout_from_metadata": "kvnixl.layout",
+    "layout_from_tensors": "kvnixl.layout",
     "LeaseSlotAllocator": "kvnixl.leases",
     "LeaseVerifier": "kvnixl.leases",
     "ProducerLeaseSlots": "kvnixl.leases",
@@ -68,6 +93,15 @@ _EXPORTS = {
     "RemoteMeta": "kvnixl.metadata",
     "ReqMeta": "kvnixl.metadata",
     "TransferParams": "kvnixl.metadata",
+    "BlockPairs": "kvnixl.topology",
+    "RankRead": "kvnixl.topology",
+    "ReadPlan": "kvnixl.topology",
+    "UnfilledTokens": "kvnixl.topology",
+    "check_parallel_sizes": "kvnixl.topology",
+    "consumer_count": "kvnixl.topology",
+    "heads_of_rank": "kvnixl.topology",
+    "plan_reads": "kvnixl.topology",
+    "target_ranks": "kvnixl.topology",
     "CancelMode": "kvnixl.transport",
     "DataTransport": "kvnixl.transport",
     "NixlTransport": "kvnixl.transport",
