@@ -8,8 +8,9 @@
  *            write-combining buffers, which the caller's code (a memcpy of KV)
  *            may have used. Source: Intel SDM vol. 3A, 9.2 "Memory Ordering".
  *   aarch64  A device is outside the inner-shareable domain, so the barrier has
- *            to name the full system: `dsb sy` (rdma-core and UCX use `dsb st`
- *            and `dsb ld` for the one-way forms). Source: Arm ARM, B2.3.
+ *            to name the full system: `dsb sy`, and `dsb st` and `dsb ld` for
+ *            the one-way forms (rdma-core and UCX get by with the weaker
+ *            `dmb oshst` and `dmb oshld`). Source: Arm ARM, B2.3.
  * A compiler barrier is part of each of them ("memory" clobber).
  */
 #ifndef KVNIXL_FENCE_H

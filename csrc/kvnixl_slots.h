@@ -32,15 +32,6 @@ static inline int64_t kvnixl_next_nonce(int64_t nonce) {
     return (nonce & 0xFFFFFFFF) != 0 ? nonce : nonce + 1;
 }
 
-/* Ends a lease unless the slot already belongs to a later one. Returns whether
- * a word was stored. Only the slot's owner stores, so no compare-and-swap. */
-static inline int kvnixl_slot_clear(int64_t *slot, int64_t nonce) {
-    if (kvnixl_word_load(slot) != nonce)
-        return 0;
-    kvnixl_word_store(slot, 0);
-    return 1;
-}
-
 /* Fills a cell before the READ that is to bring `nonce`. The complement differs
  * from the nonce in every bit, so a cell equals the nonce only after every one
  * of its bytes was written; with a constant (0, say) a word that arrived in

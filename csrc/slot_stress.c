@@ -75,13 +75,11 @@ static void *own(void *unused) {
     (void)unused;
     while (!__atomic_load_n(&stop, __ATOMIC_RELAXED)) {
         struct lease *lease = &leases[roll(&dice) % NUM_SLOTS];
-        int64_t former = kvnixl_word_load(&lease->slot);
         if (broken == FREE_FIRST) {
             fill(lease->block, -1);
             dawdle(&dice);
         }
-        if (former != 0)
-            kvnixl_slot_clear(&lease->slot, former);
+        kvnixl_word_store(&lease->slot, 0);
         kvnixl_revoke_fence();
         fill(lease->block, -1); /* somebody else's bytes */
         dawdle(&dice);

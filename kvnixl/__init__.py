@@ -45,6 +45,15 @@ if TYPE_CHECKING:
     from kvnixl.metadata import RemoteMeta as RemoteMeta
     from kvnixl.metadata import ReqMeta as ReqMeta
     from kvnixl.metadata import TransferParams as TransferParams
+    from kvnixl.outcomes import FailureCause as FailureCause
+    from kvnixl.outcomes import ReadOutcome as ReadOutcome
+    from kvnixl.outcomes import Stage as Stage
+    from kvnixl.producer import EmbeddedProducer as EmbeddedProducer
+    from kvnixl.producer import EndedLease as EndedLease
+    from kvnixl.producer import LeaseOutcome as LeaseOutcome
+    from kvnixl.producer import Producer as Producer
+    from kvnixl.producer import transfer_reference as transfer_reference
+    from kvnixl.reader import Reader as Reader
     from kvnixl.topology import BlockPairs as BlockPairs
     from kvnixl.topology import RankRead as RankRead
     from kvnixl.topology import ReadPlan as ReadPlan
@@ -93,6 +102,15 @@ _EXPORTS = {
     "RemoteMeta": "kvnixl.metadata",
     "ReqMeta": "kvnixl.metadata",
     "TransferParams": "kvnixl.metadata",
+    "FailureCause": "kvnixl.outcomes",
+    "ReadOutcome": "kvnixl.outcomes",
+    "Stage": "kvnixl.outcomes",
+    "EmbeddedProducer": "kvnixl.producer",
+    "EndedLease": "kvnixl.producer",
+    "LeaseOutcome": "kvnixl.producer",
+    "Producer": "kvnixl.producer",
+    "transfer_reference": "kvnixl.producer",
+    "Reader": "kvnixl.reader",
     "BlockPairs": "kvnixl.topology",
     "RankRead": "kvnixl.topology",
     "ReadPlan": "kvnixl.topology",

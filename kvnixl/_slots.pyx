@@ -30,7 +30,6 @@ cdef extern from "kvnixl_fence.h" nogil:
 cdef extern from "kvnixl_slots.h" nogil:
     void kvnixl_word_store(int64_t* word, int64_t value)
     int64_t kvnixl_next_nonce(int64_t nonce)
-    bint kvnixl_slot_clear(int64_t* slot, int64_t nonce)
     void kvnixl_cell_poison(int64_t* cell, int64_t nonce)
     bint kvnixl_cell_holds(const int64_t* cell, int64_t nonce)
 
@@ -141,12 +140,14 @@ cdef class SlotWriter:
     """
 
     cdef int64_t[::1] words
-    cdef dict leases  # request id -> (slot, nonce)
+    cdef dict leases   # request id -> (slot, nonce)
+    cdef list holders  # slot -> request id
     cdef readonly bint dirty  # whether a word was stored since `mark_clean`
 
     def __cinit__(self, int64_t[::1] words not None) -> None:
         self.words = words
         self.leases = {}
+        self.holders = [None] * words.shape[0]
         self.dirty = False
 
     def __len__(self) -> int:
@@ -164,11 +165,13 @@ cdef class SlotWriter:
         """End the request's lease. Unknown requests are ignored."""
         cdef PyObject* lease = PyDict_GetItem(self.leases, req_id)
         if lease is not NULL:
-            self.end(<tuple>lease)
+            self.empty(<tuple>lease)
             del self.leases[req_id]
 
     def update(self, to_clear: object, dict to_arm not None) -> None:
         """Clear the requests in ``to_clear``, then store the leases of ``to_arm``.
+
+        A lease takes its slot from a request that still has it, and replaces the request's own.
 
         Args:
             to_clear: request ids.
@@ -194,19 +197,24 @@ cdef class SlotWriter:
                 raise ValueError(f"request {req_id!r}: nonce {new_nonce} is outside 1 to 2**63-1")
             former = PyDict_GetItem(self.leases, req_id)
             if former is not NULL and <int64_t><object>(<tuple>former)[0] != slot:
-                self.end(<tuple>former)
+                self.empty(<tuple>former)
+            holder = self.holders[slot]
+            if holder is not None and holder != req_id:
+                del self.leases[holder]
             kvnixl_word_store(&self.words[slot], nonce)
             self.dirty = True
+            self.holders[slot] = req_id
             self.leases[req_id] = lease if type(lease) is tuple else tuple(lease)
 
     def mark_clean(self) -> None:
         """Say that a fence ordered every store so far."""
         self.dirty = False
 
-    # A later lease may have taken the slot over; its word stays.
-    cdef int end(self, tuple lease) except -1:
-        if kvnixl_slot_clear(&self.words[<int64_t>lease[0]], <int64_t>lease[1]):
-            self.dirty = True
+    cdef int empty(self, tuple lease) except -1:
+        cdef int64_t slot = lease[0]
+        kvnixl_word_store(&self.words[slot], 0)
+        self.dirty = True
+        self.holders[slot] = None
         return 0
 
 
@@ -292,13 +300,14 @@ cdef class SlotRead:
     cdef int phase
     cdef bint quarantined
     cdef double deadline
+    cdef list singles
     cdef readonly str engine_id
     cdef readonly object remote_rank
     cdef readonly object remote_handle
     cdef readonly object handle
 
-    def __cinit__(self) -> None:
-        self.phase = RUNNING
+    def __init__(self) -> None:
+        raise TypeError("only a CheckTable makes READs")
 
     def __dealloc__(self) -> None:
         PyMem_Free(self.entries)
@@ -308,13 +317,26 @@ cdef class SlotRead:
 
     @property
     def cells(self) -> np.ndarray:
-        """Indices of the landing cells, a new int32 array of shape ``(len,)``."""
+        """Indices of the landing cells, an int32 array of shape ``(len,)`` that never changes."""
+        if self.size == 1:
+            return self.single(self.entries[0].cell)
         return self.indices(False)
 
     @property
     def slots(self) -> np.ndarray:
-        """Indices of the remote slots, a new int32 array of shape ``(len,)``."""
+        """Indices of the remote slots, an int32 array of shape ``(len,)`` that never changes."""
+        if self.size == 1 and self.entries[0].slot < <int32_t>len(self.singles):
+            return self.single(self.entries[0].slot)
         return self.indices(True)
+
+    # Most READs are of one slot, and NumPy takes longer to make an array than all the rest takes.
+    cdef object single(self, int32_t index):
+        array = self.singles[index]
+        if array is None:
+            array = np.array([index], INT32)
+            array.flags.writeable = False
+            self.singles[index] = array
+        return array
 
     cdef object indices(self, bint slots):
         cdef Py_buffer buffer
@@ -364,7 +386,9 @@ cdef class CheckTable:
     cdef list remote_handles     # remote -> prepared list
     cdef dict engines            # engine id -> {rank: remote}
     cdef list closed_handles     # prepared lists that no READ uses any more
+    cdef list messages           # for the log
 
+    cdef list singles            # index -> array of that index, made when first used
     cdef list reads              # not released yet
     cdef bint release_is_final
     cdef readonly int quarantined_cells
@@ -390,6 +414,8 @@ cdef class CheckTable:
         self.remote_handles = []
         self.engines = {}
         self.closed_handles = []
+        self.messages = []
+        self.singles = [None] * num_cells
         self.reads = []
         self.release_is_final = release_is_final
 
@@ -423,7 +449,7 @@ cdef class CheckTable:
         cdef dict ranks = self.engines.get(engine_id)
         cdef int32_t remote
         if ranks is not None and rank in ranks:
-            if self.remote_handles[<int32_t>ranks[rank]] is handle:
+            if self.remote_handles[<int32_t>ranks[rank]] == handle:
                 self.remotes[<int32_t>ranks[rank]].num_slots = num_slots
                 return
             self.close_remote(engine_id, rank)
@@ -472,6 +498,11 @@ cdef class CheckTable:
                 busy.add(self.remote_names[remote][0])
         return busy
 
+    @property
+    def has_leftovers(self) -> bool:
+        """Whether there are prepared lists to release or messages to log."""
+        return bool(self.closed_handles) or bool(self.messages)
+
     def take_closed_handles(self) -> list:
         """Prepared lists to release, each returned once."""
         handles = self.closed_handles
@@ -481,6 +512,12 @@ cdef class CheckTable:
     def return_closed_handle(self, handle: object) -> None:
         """Take back a prepared list that could not be released."""
         self.closed_handles.append(handle)
+
+    def take_messages(self) -> list:
+        """Sentences for the log, each returned once."""
+        messages = self.messages
+        self.messages = []
+        return messages
 
     # checks
 
@@ -550,57 +587,64 @@ cdef class CheckTable:
 
     # step
 
-    def take_failed_early(self, dict failed not None) -> None:
-        """Move the failures that happened between two steps to ``failed``."""
-        if self.failed_early:
-            failed.update(self.failed_early)
-            self.failed_early.clear()
-
-    def poll(
+    def step(
         self,
-        check_xfer_state: object,
-        release_xfer_handle: object,
+        agent: object,
+        reads_done: object,
         double now,
+        double timeout,
         set verified not None,
         dict failed not None,
-    ) -> list:
-        """Ask for the state of every READ, judge those that ended and release them.
+    ) -> object:
+        """One step, up to posting: judge the READs that ended, release them, start new checks.
 
         Args:
-            check_xfer_state, release_xfer_handle: NIXL's calls.
+            agent: its ``check_xfer_state`` and ``release_xfer_handle`` are called.
+            reads_done: ids of requests whose block READs have completed.
             now: time on the clock of the deadlines.
+            timeout: seconds that a READ may take, and a request may wait for landing cells.
             verified, failed: take the outcomes.
 
         Returns:
-            Messages for the log.
+            New `SlotRead` objects, one per remote rank. Their cells are poisoned; every one has to
+            go to `track` or `drop`.
         """
-        cdef list reads = self.reads, kept = [], messages = []
+        if self.failed_early:
+            failed.update(self.failed_early)
+            self.failed_early.clear()
+        if self.reads:
+            self.poll(agent, now, verified, failed)
+        if reads_done:
+            self.start(reads_done, now + timeout, verified, failed)
+        if self.num_waiting:
+            return self.admit(now, now + timeout, failed)
+        return ()
+
+    cdef int poll(self, agent, double now, set verified, dict failed) except -1:
+        cdef list reads = self.reads, kept = None
         cdef SlotRead read
-        for read in reads:
+        cdef Py_ssize_t i
+        for i, read in enumerate(reads):
             if read.phase < OVER:
                 try:
-                    state = check_xfer_state(read.handle)
+                    state = agent.check_xfer_state(read.handle)
                 except Exception as exc:
                     self.advance(read, False, None, exc, now, verified, failed)
                 else:
                     self.advance(read, False, state, None, now, verified, failed)
             if read.phase == OVER:
-                self.release(read, release_xfer_handle, messages)
-            if read.phase != RELEASED:
+                self.release(read, agent)
+            # Most polls end nothing and leave the list alone.
+            if read.phase == RELEASED and kept is None:
+                kept = reads[:i]
+            elif read.phase != RELEASED and kept is not None:
                 kept.append(read)
-        self.reads = kept
-        return messages
+        if kept is not None:
+            self.reads = kept
+        return 0
 
-    def start(
-        self, reads_done: object, double deadline, set verified not None, dict failed not None
-    ) -> None:
-        """Queue the checks of requests whose block READs have completed.
-
-        Args:
-            reads_done: request ids.
-            deadline: until when they may wait for landing cells.
-            verified, failed: the outcomes of this step so far; ``failed`` takes more.
-        """
+    # Queues the checks of the requests.
+    cdef int start(self, reads_done, double deadline, set verified, dict failed) except -1:
         cdef int32_t request
         cdef PyObject* found
         cdef Request* entry
@@ -639,19 +683,11 @@ cdef class CheckTable:
                 self.requests[self.last_waiting].next = request
             self.last_waiting = request
             self.num_waiting += 1
+        return 0
 
-    def admit(self, double now, double deadline, dict failed not None) -> list:
-        """Take requests from the waiting line, in order, as long as there are landing cells, and
-        make one READ per remote rank of them. The cells are poisoned, the READs not posted.
-
-        Args:
-            now: requests whose deadline is over are failed.
-            deadline: of the READs.
-            failed: takes the outcomes.
-
-        Returns:
-            `SlotRead` objects; every one has to go to `track` or `drop`.
-        """
+    # Takes requests from the waiting line, in order, as long as there are landing cells, and makes
+    # one READ per remote rank of them.
+    cdef list admit(self, double now, double deadline, dict failed):
         cdef int32_t request, check, next_check, remote, room = self.num_free_cells
         cdef int32_t first = NONE, last = NONE
         cdef list touched = []
@@ -663,15 +699,16 @@ cdef class CheckTable:
         while self.first_waiting != NONE:
             request = self.first_waiting
             entry = &self.requests[request]
-            if entry.stage == WAITING and entry.deadline <= now:
+            if entry.stage == WAITING and entry.num_checks > room:
+                if entry.deadline > now:
+                    break
                 self.fail(
                     request,
-                    "no landing cell for the lease slots became free in time "
-                    f"({self.quarantined_cells} of {self.words.shape[0]} in quarantine)",
+                    f"too few landing cells for the lease slots became free in time "
+                    f"({entry.num_checks} needed, {self.quarantined_cells} of "
+                    f"{self.words.shape[0]} in quarantine)",
                     failed,
                 )
-            if entry.stage == WAITING and entry.num_checks > room:
-                break
             self.first_waiting = entry.next
             self.num_waiting -= 1
             if entry.stage == ENDED:
@@ -737,7 +774,8 @@ cdef class CheckTable:
         return ids
 
     def track(self, SlotRead read not None, handle: object) -> None:
-        """The READ has a handle now; `poll` asks for its state and releases it."""
+        """The READ has a handle now; the next steps ask for its state and release it."""
+        self.check_new(read)
         read.handle = handle
         self.reads.append(read)
 
@@ -746,29 +784,31 @@ cdef class CheckTable:
         SlotRead read not None,
         state: object,
         error: object,
-        release_xfer_handle: object,
+        agent: object,
         double now,
         set verified not None,
         dict failed not None,
-    ) -> list:
-        """What posting a tracked READ gave: a state, or an exception. As `poll` for this READ."""
-        cdef list messages = []
+    ) -> None:
+        """What posting the READ that was tracked last gave: a state, or an exception."""
+        if not self.reads or self.reads[len(self.reads) - 1] is not read:
+            raise ValueError("this READ was not tracked last")
         self.advance(read, True, state, error, now, verified, failed)
         if read.phase == OVER:
-            self.release(read, release_xfer_handle, messages)
-            if read.phase == RELEASED and self.reads[len(self.reads) - 1] is read:
+            self.release(read, agent)
+            if read.phase == RELEASED:
                 self.reads.pop()
-        return messages
 
     def split(self, SlotRead read not None) -> list:
-        """Cut a READ that has no handle into READs of one cell each."""
+        """Cut a READ of several cells that has no handle into two."""
         cdef list parts = []
         cdef SlotRead part
-        cdef int32_t i
-        for i in range(read.size):
-            part = self.new_read(read.remote, 1)
-            part.entries[0] = read.entries[i]
-            part.size = 1
+        cdef int32_t i, half = read.size // 2, first, last
+        self.check_new(read)
+        for first, last in ((0, half), (half, read.size)):
+            part = self.new_read(read.remote, last - first)
+            for i in range(first, last):
+                part.entries[i - first] = read.entries[i]
+            part.size = last - first
             part.deadline = read.deadline
             parts.append(part)
         read.size = 0
@@ -778,6 +818,7 @@ cdef class CheckTable:
 
     def drop(self, SlotRead read not None, str cause not None, dict failed not None) -> None:
         """Fail the requests of a READ that has no handle and take its cells back."""
+        self.check_new(read)
         self.fail_read(read, cause, failed)
         self.finish(read)
 
@@ -876,11 +917,18 @@ cdef class CheckTable:
 
     # insides: READs and cells
 
+    cdef int check_new(self, SlotRead read) except -1:
+        if read.phase != RUNNING or read.handle is not None or read.singles is not self.singles:
+            raise ValueError("this READ has a handle, was split or dropped, or is of another table")
+        return 0
+
     cdef SlotRead new_read(self, int32_t remote, int32_t capacity):
-        cdef SlotRead read = SlotRead()
+        cdef SlotRead read = SlotRead.__new__(SlotRead)
         read.entries = <Entry*>PyMem_Calloc(capacity, sizeof(Entry))
         if read.entries is NULL:
             raise MemoryError
+        read.phase = RUNNING
+        read.singles = self.singles
         read.remote = remote
         read.engine_id, read.remote_rank = self.remote_names[remote]
         read.remote_handle = self.remote_handles[remote]
@@ -940,6 +988,7 @@ cdef class CheckTable:
     cdef int advance(
         self, SlotRead read, bint posting, state, error, double now, set verified, dict failed
     ) except -1:
+        cdef bint wanted
         if error is None:
             if state == "PROC" or state == "PEND":
                 if read.phase == RUNNING and now >= read.deadline:
@@ -947,18 +996,24 @@ cdef class CheckTable:
                     self.give_up(read)
                 return 0
             if state == "DONE":
-                if read.phase == RUNNING:
-                    self.judge(read, verified, failed)
+                wanted = read.phase == RUNNING
                 read.phase = OVER
+                if wanted:
+                    self.judge(read, verified, failed)
                 return 0
         if read.phase == RUNNING:
             self.fail_read(
                 read, f"NIXL says {state!r}" if error is None else describe(error), failed
             )
-            if posting:
+            if posting and not not_found(error):
                 # A post that failed half way may have left parts running.
                 self.give_up(read)
                 return 0
+        if not_found(error) and not posting and not self.release_is_final:
+            # The remote agent was removed meanwhile. That tells nothing about the bytes on the way.
+            if read.phase != UNWANTED:
+                self.give_up(read)
+            return 0
         read.phase = OVER
         return 0
 
@@ -1004,12 +1059,12 @@ cdef class CheckTable:
                 self.recycle_request(request)
         return 0
 
-    cdef int release(self, SlotRead read, release_xfer_handle, list messages) except -1:
+    cdef int release(self, SlotRead read, agent) except -1:
         try:
-            release_xfer_handle(read.handle)
+            agent.release_xfer_handle(read.handle)
         except Exception as exc:
             if not read.quarantined:
-                messages.append(
+                self.messages.append(
                     f"the READ of lease slots of engine {read.engine_id} rank {read.remote_rank} "
                     f"could not be released and keeps {read.size} landing cells: {describe(exc)}"
                 )
@@ -1065,6 +1120,32 @@ cdef class CheckTable:
         self.remotes = grown
         self.remote_capacity = new
         return 0
+
+
+cdef class VerifierBase:
+    """Makes an idle `step` of `kvnixl.leases.LeaseVerifier` cost next to nothing."""
+
+    cdef public object _table  # a CheckTable
+
+    def step(self, reads_done: object = ()) -> tuple:
+        """Start the checks of requests whose block READs are done; return what ended.
+
+        Args:
+            reads_done: ids of the requests **all** of whose block READs have completed since the
+                last call. Repeated ids are ignored while the request is being verified.
+
+        Returns:
+            ``(verified, failed)``: ids of the requests whose leases all held, and id -> reason of
+            those to be recomputed. Each request is in one of them, once.
+        """
+        if not reads_done and not self._table.active:
+            return (set(), {})
+        return self._busy_step(reads_done)
+
+
+# NIXL's exceptions live in a compiled module that differs per CUDA version, so the name tells.
+cdef bint not_found(error) except -1:
+    return error is not None and type(error).__name__ == "nixlNotFoundError"
 
 
 # Built here only when something failed.

@@ -214,6 +214,25 @@ class HandshakeTimeoutError(HandshakeError):
         super().__init__(f"no handshake with {host}:{port} within {timeout:g} s; {reason}{hint}")
 
 
+class HandshakeConnectError(HandshakeError):
+    """The peer's machine, or one on the way, says that there is nothing to connect to.
+
+    Attributes:
+        host: the peer's side-channel host.
+        port: its side-channel port.
+        reason: the operating system's words (``"Connection refused"``).
+    """
+
+    def __init__(self, host: str, port: int, reason: str) -> None:
+        self.host = host
+        self.port = port
+        self.reason = reason
+        super().__init__(
+            f"no handshake with {host}:{port}: {reason}; the engine is down or still starting, or "
+            f"this is not the address of its side channel"
+        )
+
+
 class HostResolutionError(HandshakeError):
     """A peer's host name does not resolve.
 

@@ -10,17 +10,20 @@ pyzmq is imported when a server is started or a peer is asked.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import logging
 import math
+import os
 import re
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvnixl.compat import CompatibilityCheck
@@ -28,6 +31,7 @@ from kvnixl.deadlines import ClockOffset
 from kvnixl.errors import (
     ClosedError,
     ConfigError,
+    HandshakeConnectError,
     HandshakeError,
     HandshakeRefusedError,
     HandshakeReplyError,
@@ -56,6 +60,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
+    "MAX_RANKS",
     "HandshakeClient",
     "HandshakeDone",
     "HandshakeFailed",
@@ -77,8 +82,17 @@ Rank = tuple[int, int]
 DEFAULT_TIMEOUT_S = 5.0
 """Seconds for the handshake with one peer."""
 
+MAX_RANKS = 4096
+"""Workers that one handshake may ask."""
+
+# Far above any question (an identity, a delimiter, a question) and read in a few milliseconds.
+_MAX_MESSAGE_FRAMES = 1024
+
+_TcpSocket = socket.socket
+
 _HOST = re.compile(r"[A-Za-z0-9._:%-]{1,255}")
 _ADDRESSES_PER_NAME = 4
+_SPARE_DESCRIPTORS = 8
 
 
 # --- addresses ----------------------------------------------------------------------------------
@@ -118,12 +132,12 @@ def tcp_endpoint(host: str, port: int) -> str:
     return f"tcp://[{bare}]:{port}" if ":" in bare else f"tcp://{bare}:{port}"
 
 
-def check_advertised_host(host: str, *, option: str = "VLLM_NIXL_SIDE_CHANNEL_HOST") -> str:
+def check_advertised_host(host: str, *, option: str = "the host argument") -> str:
     """The host that peers are told to connect to, without brackets.
 
     Args:
         host: an address or a name.
-        option: the option or environment variable that sets it, for the message.
+        option: what the user sets it with (an option, an environment variable), for the message.
 
     Raises:
         ConfigError: peers cannot connect to such an address.
@@ -239,6 +253,8 @@ class ServerCounters:
     Attributes:
         replies: questions answered with metadata.
         bad_envelopes: messages without the empty delimiter of a question; not answered.
+        overlong_messages: messages of too many frames; each ended all connections, since ZeroMQ
+            hands out nothing else before the last frame. Peers connect again by themselves.
         bad_requests: questions that cannot be read; refused.
         unknown_ranks: questions for a worker that this engine does not have; refused.
         not_ready: questions before anything was published; refused.
@@ -249,6 +265,7 @@ class ServerCounters:
 
     replies: int = 0
     bad_envelopes: int = 0
+    overlong_messages: int = 0
     bad_requests: int = 0
     unknown_ranks: int = 0
     not_ready: int = 0
@@ -293,8 +310,8 @@ class HandshakeServer:
         advertised_host: what peers are told to connect to; ``host`` by default.
         curve: encrypt, and serve only clients that know the server's public key.
         clock: the clock that deadlines in transfer parameters are stamped with.
-        host_option: the option that sets the host, for messages.
-        port_option: the option that sets the port, for messages.
+        host_option: what the user sets the host with, for messages.
+        port_option: what the user sets the port with, for messages.
 
     Attributes:
         port: the port to bind, once started the bound one.
@@ -315,8 +332,8 @@ class HandshakeServer:
         advertised_host: str | None = None,
         curve: CurveServerKeys | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        host_option: str = "VLLM_NIXL_SIDE_CHANNEL_HOST",
-        port_option: str = "VLLM_NIXL_SIDE_CHANNEL_PORT",
+        host_option: str = "the host argument",
+        port_option: str = "the port argument",
     ) -> None:
         try:
             self._host = "*" if host == "*" else _bare_host(host)
@@ -375,16 +392,17 @@ class HandshakeServer:
             self.publish(payloads)
         import zmq
 
+        listener = self._listen()
         context = zmq.Context()
         wake, wake_end = socket.socketpair()
         try:
             zap = self._open_zap(context)
-            router = self._open_router(context)
+            router = self._open_router(context, listener)
             # The sockets were made here and are used by the thread only; starting it is the
             # barrier that ZeroMQ asks for.
             thread = threading.Thread(
                 target=self._run,
-                args=(context, router, zap, wake_end),
+                args=(context, listener, router, zap, wake_end),
                 name="kvnixl-handshake-server",
                 daemon=True,
             )
@@ -393,6 +411,7 @@ class HandshakeServer:
             wake.close()
             wake_end.close()
             context.destroy(linger=0)
+            listener.close()
             raise
         self._wake = wake
         self._thread = thread
@@ -419,14 +438,31 @@ class HandshakeServer:
 
     # Start-up, in the caller's thread.
 
-    def _open_router(self, context: zmq.Context[Any]) -> zmq.Socket[bytes]:
+    def _listen(self) -> socket.socket:
+        """Bind the port. It stays ours when the ROUTER is replaced."""
+        try:
+            address = self._bind_address()
+            if address == "*":
+                dual = socket.has_dualstack_ipv6()
+                address = "::" if dual else "0.0.0.0"
+            ipv6 = ":" in address
+            listener = socket.create_server(
+                (address, self.port),
+                family=socket.AF_INET6 if ipv6 else socket.AF_INET,
+                backlog=1024,
+                dualstack_ipv6=ipv6,
+            )
+        except OSError as error:
+            raise self._bind_error(error.errno, error.strerror or str(error)) from None
+        listener.setblocking(False)
+        self.port = listener.getsockname()[1]
+        return listener
+
+    def _open_router(self, context: zmq.Context[Any], listener: socket.socket) -> zmq.Socket[bytes]:
         import zmq
 
-        address = self._bind_address()
         router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         router.set(zmq.LINGER, 0)
-        router.set(zmq.IPV6, int(address == "*" or ":" in address))
-        router.set(zmq.BACKLOG, 1024)
         # Larger frames end the connection inside ZeroMQ, before they are received whole.
         router.set(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         # A send to a client that does not read, or is gone, fails at once and is counted.
@@ -444,12 +480,11 @@ class HandshakeServer:
             if self._curve.allowed_clients is not None:
                 router.set(zmq.ZAP_DOMAIN, b"kvnixl")
         try:
-            router.bind(
-                f"tcp://*:{self.port}" if address == "*" else tcp_endpoint(address, self.port)
-            )
-        except zmq.ZMQError as error:
-            raise self._bind_error(error.errno, str(error)) from None
-        self.port = int(router.get_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
+            router.set(zmq.USE_FD, os.dup(listener.fileno()))  # ZeroMQ closes it
+            router.bind(f"tcp://*:{self.port}")  # the address is that of the descriptor
+        except BaseException:
+            router.close(linger=0)
+            raise
         return router
 
     def _open_zap(self, context: zmq.Context[Any]) -> zmq.Socket[bytes] | None:
@@ -524,7 +559,8 @@ class HandshakeServer:
     def _run(
         self,
         context: zmq.Context[Any],
-        router: zmq.Socket[bytes],
+        listener: socket.socket,
+        router: zmq.Socket[bytes] | None,
         zap: zmq.Socket[bytes] | None,
         wake_end: socket.socket,
     ) -> None:
@@ -538,11 +574,18 @@ class HandshakeServer:
         try:
             while not self._stopping:
                 try:
+                    if router is None:
+                        router = self._open_router(context, listener)
+                        poller.register(router, zmq.POLLIN)
                     ready = dict(poller.poll())
                     if zap is not None and zap in ready:
                         self._answer_zap(zap)
-                    if router in ready:
-                        self._serve(router)
+                    if router in ready and not self._serve(router):
+                        # The rest of that message comes before anything of another peer. Without
+                        # its socket ZeroMQ drops it; the peers connect to the next one.
+                        poller.unregister(router)
+                        router.close(linger=0)
+                        router = None
                 except Exception:
                     self.counters.internal_errors += 1
                     logger.exception("The handshake server met an unexpected error and goes on.")
@@ -550,16 +593,30 @@ class HandshakeServer:
         finally:
             wake_end.close()
             context.destroy(linger=0)
+            listener.close()
 
-    def _serve(self, router: zmq.Socket[bytes]) -> None:
+    def _serve(self, router: zmq.Socket[bytes]) -> bool:
+        """Answer what has come. ``False``: the socket is in the middle of an overlong message."""
         import zmq
 
         for _ in range(self._BATCH):
+            if self._stopping:
+                break
             try:
-                frames, total = _receive(router, limit=3, drain=True)
+                frames, total = _receive(router, keep=3, most=_MAX_MESSAGE_FRAMES + 1)
             except zmq.Again:
-                return
+                break
             identity = frames[0]
+            if total > _MAX_MESSAGE_FRAMES:
+                self.counters.overlong_messages += 1
+                self._limiter.warning(
+                    "overlong",
+                    "Closed all connections of the side channel: %s sent a message of more than %d "
+                    "frames. Keep strangers off its port.",
+                    _peer_of(identity),
+                    _MAX_MESSAGE_FRAMES,
+                )
+                return False
             if total < 3 or len(frames[1]) > 0:
                 self.counters.bad_envelopes += 1
                 self._limiter.warning(
@@ -577,6 +634,7 @@ class HandshakeServer:
                 if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                     raise
                 self.counters.undeliverable += 1
+        return True
 
     def _answer(
         self, question: zmq.Frame, total: int, identity: zmq.Frame
@@ -651,21 +709,21 @@ class HandshakeServer:
         zap.send_multipart([version, request_id, *status, b"", b""])
 
 
-def _receive(sock: zmq.Socket[bytes], limit: int, drain: bool) -> tuple[list[zmq.Frame], int]:
-    """One message: its first ``limit`` frames, and how many were seen.
+def _receive(sock: zmq.Socket[bytes], keep: int, most: int) -> tuple[list[zmq.Frame], int]:
+    """One message: its first ``keep`` frames, and how many were read.
 
-    With ``drain`` all further frames are read and dropped; without, reading stops at the first
-    one too many, and the socket is of no further use. Raises ``zmq.Again``.
+    Reading stops after ``most`` frames; if there are more, the socket is of no further use. Raises
+    ``zmq.Again``.
     """
     import zmq
 
     frame = sock.recv(zmq.NOBLOCK, copy=False)
     frames = [frame]
     total = 1
-    while frame.more and (drain or total <= limit):
+    while frame.more and total < most:
         frame = sock.recv(zmq.NOBLOCK, copy=False)
         total += 1
-        if total <= limit:
+        if total <= keep:
             frames.append(frame)
     return frames, total
 
@@ -727,11 +785,12 @@ class HandshakeFailed:
 HandshakeOutcome = HandshakeDone | HandshakeFailed
 
 
-class _Resolution:
+class _LookUp:
     """Looks a host name up in a thread of its own: a name server that does not answer must not
     delay other peers."""
 
     def __init__(self, resolve: Callable[..., Any], host: str, port: int) -> None:
+        """Raises ``RuntimeError`` if the process can have no further thread."""
         self.addresses: list[str] | None = None
         self.error: str | None = None
         threading.Thread(
@@ -741,6 +800,10 @@ class _Resolution:
             daemon=True,
         ).start()
 
+    @property
+    def over(self) -> bool:
+        return self.addresses is not None or self.error is not None
+
     def _run(self, resolve: Callable[..., Any], host: str, port: int) -> None:
         try:
             found = resolve(host, port, type=socket.SOCK_STREAM)
@@ -748,7 +811,7 @@ class _Resolution:
             found = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)
             self.addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
         except Exception as error:
-            self.error = getattr(error, "strerror", None) or str(error)
+            self.error = getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 @dataclass(slots=True)
@@ -762,9 +825,10 @@ class _Pending:
     started: float
     timeout: float
     addresses: list[str] | None = None
-    resolution: _Resolution | None = None
+    look_up: _LookUp | None = None
     retried: bool = False
     socket: zmq.Socket[bytes] | None = None
+    probe: _TcpSocket | None = None
     attempt_ends: float = 0.0
     asked_at: float | None = None  # None: not connected yet
     ask_again_at: float | None = None
@@ -784,6 +848,18 @@ class _Pending:
         return self.ranks[len(self.opened)]
 
 
+def _check_spare_descriptors() -> None:
+    """Raise ``OSError`` if few descriptors are left: ZeroMQ aborts the process when it finds none
+    for its own threads."""
+    spare: list[int] = []
+    try:
+        for _ in range(_SPARE_DESCRIPTORS):
+            spare.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        for descriptor in spare:
+            os.close(descriptor)
+
+
 class HandshakeClient:
     """Asks peers for their metadata, several at once, each with its own deadline.
 
@@ -797,7 +873,8 @@ class HandshakeClient:
         allowed: hosts that may be asked; ``None`` allows all.
         curve: encrypt; a peer without CURVE is then not reached.
         clock: seconds; the clock that `ClockOffset` refers to.
-        max_concurrent: connections at a time; further peers wait, their deadlines run.
+        max_concurrent: connections at a time, and look-ups of names at a time; further peers wait,
+            their deadlines run.
         resolve: looks up host names, `socket.getaddrinfo` or a stand-in.
 
     Attributes:
@@ -829,10 +906,17 @@ class HandshakeClient:
         self._resolve = resolve
         self._pending: dict[PeerAddress, _Pending] = {}
         self._by_socket: dict[zmq.Socket[bytes], _Pending] = {}
+        self._by_probe: dict[int, _Pending] = {}  # by file descriptor
+        self._look_ups: dict[str, _LookUp] = {}  # by host; also those that nobody waits for
         self._finished: list[HandshakeOutcome] = []
         self._context: zmq.Context[Any] | None = None
         self._poller: zmq.Poller | None = None
         self._closed = False
+
+    @property
+    def allowed(self) -> RemoteAllowList | None:
+        """The hosts that may be asked; ``None`` allows all."""
+        return self._allowed
 
     def __len__(self) -> int:
         """Handshakes under way."""
@@ -854,7 +938,7 @@ class HandshakeClient:
             engine_id: the engine that must answer.
             host: the peer's side-channel host, an address (IPv6 with or without brackets) or name.
             port: its side-channel port.
-            ranks: the workers to ask.
+            ranks: the workers to ask, at most `MAX_RANKS`.
             incarnations: the incarnation that each rank must have, where one is known.
             timeout: seconds, instead of the client's.
 
@@ -862,7 +946,7 @@ class HandshakeClient:
             ``False`` if a handshake with this engine at this address is under way already.
 
         Raises:
-            ValueError: no ranks, a rank that cannot be asked for, or no positive timeout.
+            ValueError: no ranks or too many, a rank that cannot be asked for, no positive timeout.
             ClosedError: the client was closed.
         """
         self._check_open()
@@ -870,6 +954,9 @@ class HandshakeClient:
             timeout = self._timeout
         if not 0 < timeout < math.inf:
             raise ValueError(f"timeout {timeout} is not a positive number of seconds")
+        ranks = list(islice(ranks, MAX_RANKS + 1))
+        if len(ranks) > MAX_RANKS:
+            raise ValueError(f"a handshake asks at most {MAX_RANKS} ranks, more were given")
         ranks = list(dict.fromkeys(ranks))
         if not ranks:
             raise ValueError("a handshake needs at least one rank to ask")
@@ -958,30 +1045,45 @@ class HandshakeClient:
         if _as_ip(pending.host) is not None:
             pending.addresses = [pending.host]
         else:
-            pending.resolution = _Resolution(self._resolve, pending.host, peer.port)
+            self._look_up(pending)
+
+    def _look_up(self, pending: _Pending) -> None:
+        """Look the host's name up, if one more look-up is allowed by now."""
+        look_up = self._look_ups.get(pending.host)
+        if look_up is None or look_up.over:
+            if look_up is None and len(self._look_ups) >= self._max_concurrent:
+                return
+            try:
+                look_up = _LookUp(self._resolve, pending.host, pending.peer.port)
+            except RuntimeError as error:
+                raise HostResolutionError(pending.host, error) from None
+            self._look_ups[pending.host] = look_up
+        pending.look_up = look_up
 
     def _take_addresses(self, pending: _Pending) -> None:
         """Take the addresses of a name, if they are there by now, and check them."""
-        resolution = pending.resolution
-        assert resolution is not None
-        if resolution.error is not None or resolution.addresses == []:
-            raise HostResolutionError(pending.host, resolution.error or "it has no address")
-        if resolution.addresses is None:
+        look_up = pending.look_up
+        assert look_up is not None
+        if look_up.error is not None or look_up.addresses == []:
+            raise HostResolutionError(pending.host, look_up.error or "it has no address")
+        if look_up.addresses is None:
             return
-        addresses = resolution.addresses[:_ADDRESSES_PER_NAME]
+        addresses = look_up.addresses[:_ADDRESSES_PER_NAME]
         if self._allowed is not None:
             for address in addresses:
                 self._allowed.check_address(pending.host, address)
-        pending.resolution = None
         # The connection goes to the address that was checked, not to the name.
         pending.addresses = addresses
 
     # Connections.
 
     def _open_connections(self) -> None:
+        self._look_ups = {host: each for host, each in self._look_ups.items() if not each.over}
         for pending in list(self._pending.values()):
-            try:
-                if pending.resolution is not None:
+            with self._failing(pending):
+                if pending.addresses is None and pending.look_up is None:
+                    self._look_up(pending)
+                if pending.addresses is None and pending.look_up is not None:
                     self._take_addresses(pending)
                 if (
                     pending.addresses is not None
@@ -989,25 +1091,33 @@ class HandshakeClient:
                     and len(self._by_socket) < self._max_concurrent
                 ):
                     self._connect(pending)
-            except HandshakeError as error:
-                self._fail(pending, error)
 
-    def _connect(self, pending: _Pending) -> None:
+    def _open_socket(self) -> zmq.Socket[bytes]:
+        """Raises ``OSError`` (``zmq.ZMQError`` is one), when descriptors run out for example."""
+        _check_spare_descriptors()
         import zmq
 
         if self._context is None:
-            self._context = zmq.Context()
+            context: zmq.Context[Any] = zmq.Context()
             # A closed socket keeps its place until ZeroMQ's own thread has ended it.
-            self._context.set(zmq.MAX_SOCKETS, 2 * self._max_concurrent + 64)
+            context.set(zmq.MAX_SOCKETS, 2 * self._max_concurrent + 64)
+            self._context = context
             self._poller = zmq.Poller()
+        sock: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        return sock
+
+    def _connect(self, pending: _Pending) -> None:
+        try:
+            sock = self._open_socket()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise HandshakeError(f"no socket for {pending.peer}: {reason}") from None
+        import zmq
+
         assert self._poller is not None
         assert pending.addresses is not None
         address = pending.addresses[0]
         pending.addresses = [*pending.addresses[1:], address]  # the next one, next time
-        try:
-            sock: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        except zmq.ZMQError as error:
-            raise HandshakeError(f"no socket for {pending.peer}: {error}") from None
         try:
             sock.set(zmq.LINGER, 0)
             sock.set(zmq.IPV6, int(":" in address))
@@ -1034,8 +1144,47 @@ class HandshakeClient:
             pending.attempt_ends = now + (pending.deadline - now) / 3
         self._by_socket[sock] = pending
         self._poller.register(sock, zmq.POLLOUT)
+        if pending.retried:
+            self._start_probe(pending, address)
+
+    def _start_probe(self, pending: _Pending, address: str) -> None:
+        """Connect without ZeroMQ, which tries again for ever and tells nobody why it must."""
+        import zmq
+
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            probe = socket.socket(family, socket.SOCK_STREAM)
+        except OSError:
+            return  # the handshake does without
+        probe.setblocking(False)
+        assert self._poller is not None
+        pending.probe = probe
+        self._by_probe[probe.fileno()] = pending
+        self._poller.register(probe.fileno(), zmq.POLLOUT)
+        try:
+            number = probe.connect_ex((address, pending.peer.port))
+        except OSError as error:  # an address of no interface here
+            number = error.errno or errno.EADDRNOTAVAIL
+        if number != errno.EINPROGRESS:
+            self._take_probe(pending, number)
+
+    def _take_probe(self, pending: _Pending, number: int) -> None:
+        self._end_probe(pending)
+        if number != 0:
+            raise HandshakeConnectError(pending.host, pending.peer.port, os.strerror(number))
+
+    def _end_probe(self, pending: _Pending) -> None:
+        probe = pending.probe
+        if probe is None:
+            return
+        assert self._poller is not None
+        pending.probe = None
+        del self._by_probe[probe.fileno()]
+        self._poller.unregister(probe.fileno())
+        probe.close()
 
     def _disconnect(self, pending: _Pending) -> None:
+        self._end_probe(pending)
         sock = pending.socket
         if sock is None:
             return
@@ -1055,19 +1204,45 @@ class HandshakeClient:
             if wait > 0:
                 time.sleep(wait)
             return
-        for sock, event in self._poller.poll(math.ceil(wait * 1000)):
-            pending = self._by_socket[sock]
-            try:
+        try:
+            events = self._poller.poll(math.ceil(wait * 1000))
+        except zmq.ZMQError as error:
+            for pending in list(self._by_socket.values()):
+                self._fail(pending, HandshakeError(f"{pending.peer} cannot be waited for: {error}"))
+            return
+        for ready, event in events:
+            if isinstance(ready, int):
+                self._handle_probe(ready)
+                continue
+            asked = self._by_socket.get(ready)
+            if asked is None:
+                continue  # its probe has just ended it
+            with self._failing(asked):
                 if event & zmq.POLLIN:
-                    self._read(pending)
+                    self._read(asked)
                 elif event & zmq.POLLOUT:
-                    pending.ever_connected = True
-                    self._ask(pending)
-            except HandshakeError as error:
-                self._fail(pending, error)
-            except Exception as error:
-                logger.exception("A handshake with %s met an unexpected error.", pending.peer)
-                self._fail(pending, HandshakeReplyError(f"{pending.peer}: {error!r}"))
+                    asked.ever_connected = True
+                    self._ask(asked)
+
+    def _handle_probe(self, descriptor: int) -> None:
+        pending = self._by_probe.get(descriptor)
+        if pending is None:
+            return
+        assert pending.probe is not None
+        number = pending.probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        with self._failing(pending):
+            self._take_probe(pending, number)
+
+    @contextlib.contextmanager
+    def _failing(self, pending: _Pending) -> Iterator[None]:
+        """Whatever is raised inside ends this handshake and no other."""
+        try:
+            yield
+        except HandshakeError as error:
+            self._fail(pending, error)
+        except Exception as error:
+            logger.exception("A handshake with %s met an unexpected error.", pending.peer)
+            self._fail(pending, HandshakeReplyError(f"{pending.peer}: {error!r}"))
 
     def _next_event_at(self, end: float) -> float:
         """When to look again at the latest, with nothing from the network."""
@@ -1075,7 +1250,7 @@ class HandshakeClient:
             return -math.inf
         soonest = end
         for pending in self._pending.values():
-            if pending.resolution is not None:
+            if pending.addresses is None:
                 soonest = min(soonest, self._clock() + 0.005)
             soonest = min(soonest, pending.deadline)
             if pending.socket is not None:
@@ -1105,7 +1280,7 @@ class HandshakeClient:
 
         assert pending.socket is not None
         try:
-            frames, total = _receive(pending.socket, limit=3, drain=False)
+            frames, total = _receive(pending.socket, keep=3, most=4)
         except zmq.Again:
             return
         received = self._clock()
@@ -1156,16 +1331,18 @@ class HandshakeClient:
             if now >= pending.deadline:
                 self._fail(pending, pending.refusal or self._timeout_error(pending))
             elif pending.ask_again_at is not None and now >= pending.ask_again_at:
-                self._ask(pending)
+                with self._failing(pending):
+                    self._ask(pending)
             elif pending.socket is not None and now >= pending.attempt_ends:
                 pending.retried = True
                 self._disconnect(pending)  # the next poll connects anew
 
     def _timeout_error(self, pending: _Pending) -> HandshakeError:
-        if pending.resolution is not None:
-            return HostResolutionError(
-                pending.host, f"the name server did not answer within {pending.timeout:g} s"
-            )
+        if pending.addresses is None:
+            reason = "the name server did not answer"
+            if pending.look_up is None:
+                reason = f"{self._max_concurrent} other names were being looked up all the time"
+            return HostResolutionError(pending.host, f"{reason} within {pending.timeout:g} s")
         hint = ""
         if not pending.ever_connected and self._curve is not None:
             hint = "; or the two sides do not agree on CURVE and its keys"

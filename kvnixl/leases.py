@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from kvnixl._fence import revoke_fence
-from kvnixl._slots import CheckTable, SlotPool, SlotRead, SlotWriter
+from kvnixl._slots import CheckTable, SlotPool, SlotRead, SlotWriter, VerifierBase
 from kvnixl.errors import ClosedError
+from kvnixl.metadata import MAX_LEASE_SLOTS
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -49,6 +50,9 @@ __all__ = [
 LEASE_SLOT_BYTES = 8
 DEFAULT_NUM_CELLS = 4096
 DEFAULT_TIMEOUT_S = 10.0
+
+# Exceptions of making a READ that no READ to the same peer can avoid.
+_PEER_IS_GONE = ("nixlNotFoundError", "nixlRemoteDisconnectError", "PeerDisconnectedError")
 
 # NIXL indexes descriptors with int32.
 _MAX_WORDS = 2**31 - 1
@@ -114,7 +118,11 @@ class LeaseSlotAllocator(SlotPool):
     """Slots and nonces of one producer engine, on its scheduler's side.
 
     All workers of the engine use the same slot and nonce for a request. What changed since the last
-    step goes to them with `take_updates`; they apply it with `ProducerLeaseSlots.update`.
+    step goes to them with `take_updates`; they apply it with `ProducerLeaseSlots.update`, which
+    takes the clears first, as it applies them::
+
+        to_arm, to_clear = allocator.take_updates()
+        slots.update(to_clear, to_arm)
 
     A slot is free again as soon as its lease is released, also for an arm in the same step: workers
     apply the clears of a step before its arms. A request that is released and acquired again gets
@@ -131,6 +139,8 @@ class LeaseSlotAllocator(SlotPool):
     """
 
     def __init__(self, num_slots: int) -> None:
+        if num_slots > MAX_LEASE_SLOTS:
+            raise ValueError(f"num_slots must be in 1 to {MAX_LEASE_SLOTS}, not {num_slots}")
         super().__init__(num_slots, 1 + secrets.randbelow(_NONCE_LIMIT - 1))
         self._said_full = False
 
@@ -157,7 +167,7 @@ class ProducerLeaseSlots(_Words):
 
     In every step, before any block that was released may be written again::
 
-        slots.update(to_clear, to_arm)  # from LeaseSlotAllocator.take_updates()
+        slots.update(to_clear, to_arm)  # to_arm, to_clear = LeaseSlotAllocator.take_updates()
         for req_id in sent:             # leases whose blocks this worker is about to release
             slots.clear(req_id)
         slots.publish()                 # from here on the blocks may be reused
@@ -201,8 +211,8 @@ class ProducerLeaseSlots(_Words):
     def clear(self, req_id: str) -> None:
         """End the request's lease. Unknown requests are ignored.
 
-        Its blocks may be reused after the next `publish`, not before. The word stays when a later
-        lease has taken the slot over.
+        Its blocks may be reused after the next `publish`, not before. A lease whose slot a later
+        one has taken is over already; that one stays. An arm that is still to come is not undone.
         """
         self._writer.clear(req_id)
 
@@ -264,7 +274,7 @@ def _release_is_final(nixl_agent: Any) -> bool:
 _unfinished: list[LeaseVerifier] = []
 
 
-class LeaseVerifier(_Words):
+class LeaseVerifier(_Words, VerifierBase):
     """Checks, after the block READs of a request, that its leases still hold.
 
     Per request: `add_checks` (or `add_check`) for every remote rank that is read, before its block
@@ -324,6 +334,8 @@ class LeaseVerifier(_Words):
         self._table = CheckTable(self.words, _release_is_final(nixl_agent))
         self._prepared: Any = None
         self._registration: Any = None
+        # Prepared lists that NIXL refused to release, by id; `CheckTable` keeps the lists alive.
+        self._refused_lists: set[int] = set()
         if register:
             self._register_cells()
 
@@ -334,9 +346,13 @@ class LeaseVerifier(_Words):
             return
         region = np.array([[self.base_addr, self.words.nbytes, 0]], dtype=np.uint64)
         self._registration = register_memory(region, mem_type="DRAM")
-        self._prepared = self.local_handle = prep_xfer_dlist(
-            "NIXL_INIT_AGENT", lease_slot_descs(self.base_addr, self.num_cells), mem_type="DRAM"
-        )
+        try:
+            self._prepared = self.local_handle = prep_xfer_dlist(
+                "NIXL_INIT_AGENT", lease_slot_descs(self.base_addr, self.num_cells), mem_type="DRAM"
+            )
+        except BaseException:
+            self._deregister_cells()
+            raise
 
     # remotes
 
@@ -350,7 +366,7 @@ class LeaseVerifier(_Words):
             remote_rank: the rank of the worker that exports the slots.
             handle: prepared list of its slots (`lease_slot_descs` of its address and number).
             num_slots: how many the list has. Checks of a slot beyond it fail alone; without the
-                number NIXL refuses the whole READ and it is made again, check by check.
+                number NIXL refuses the whole READ and it is made again in halves.
 
         Raises:
             ClosedError: after `shutdown`.
@@ -360,7 +376,7 @@ class LeaseVerifier(_Words):
         self._table.add_remote(
             engine_id, remote_rank, handle, _MAX_WORDS if num_slots is None else num_slots
         )
-        self._release_lists()
+        self._tidy()
 
     def can_verify(self, engine_id: str, ranks: Iterable[int]) -> bool:
         """Whether the slots of all these ranks of the engine are known."""
@@ -381,7 +397,7 @@ class LeaseVerifier(_Words):
         the others when their block READs are done. Unknown engines are ignored.
         """
         self._table.close_engine(engine_id)
-        self._release_lists()
+        self._tidy()
 
     # checks
 
@@ -404,7 +420,7 @@ class LeaseVerifier(_Words):
         self, req_id: str, engine_id: str, remote_rank: int, slot: int, nonce: int
     ) -> None:
         """Add one check: `add_checks` of one rank."""
-        self.add_checks(req_id, engine_id, (remote_rank,), slot, nonce)
+        self._table.add_checks(req_id, engine_id, (remote_rank,), slot, nonce)
 
     def add_checks(
         self, req_id: str, engine_id: str, ranks: Iterable[int], slot: int, nonce: int
@@ -427,46 +443,32 @@ class LeaseVerifier(_Words):
         """
         self._table.discard(req_id)
 
-    def step(self, reads_done: Iterable[str] = ()) -> tuple[set[str], dict[str, str]]:
-        """Start the checks of requests whose block READs are done; return what ended.
-
-        Args:
-            reads_done: ids of the requests **all** of whose block READs have completed since the
-                last call. Repeated ids are ignored while the request is being verified.
-
-        Returns:
-            ``(verified, failed)``: ids of the requests whose leases all held, and id -> reason of
-            those to be recomputed. Each request is in one of them, once.
-        """
-        table = self._table
+    def _busy_step(self, reads_done: Iterable[str]) -> tuple[set[str], dict[str, str]]:
+        """`step` when there is something to do."""
         verified: set[str] = set()
         failed: dict[str, str] = {}
-        if not (reads_done or table.active):
-            return verified, failed
+        table = self._table
         now = self._clock()
-        table.take_failed_early(failed)
-        self._poll(now, verified, failed)
-        deadline = now + self._timeout
-        table.start(reads_done, deadline, verified, failed)
-        for read in table.admit(now, deadline, failed):
+        for read in table.step(self._agent, reads_done, now, self._timeout, verified, failed):
             self._post(read, now, verified, failed)
-        self._release_lists()
+        if table.has_leftovers:
+            self._tidy()
         return verified, failed
-
-    def _poll(self, now: float, verified: set[str], failed: dict[str, str]) -> None:
-        agent = self._agent
-        for message in self._table.poll(
-            agent.check_xfer_state, agent.release_xfer_handle, now, verified, failed
-        ):
-            logger.warning("%s", message)
 
     def _post(self, read: SlotRead, now: float, verified: set[str], failed: dict[str, str]) -> None:
         """Make and post one READ. Its requests fail when that is not possible, nothing raises."""
         table, agent = self._table, self._agent
         try:
-            handle = self._make(read)
+            if self._completion_notif is None:
+                handle = agent.make_prepped_xfer(
+                    "READ", self.local_handle, read.cells, read.remote_handle, read.slots
+                )
+            else:
+                handle = self._make_with_notif(read, self._completion_notif)
+            if handle is None:
+                raise RuntimeError("make_prepped_xfer returned nothing")
         except Exception as exc:
-            if len(read) > 1:
+            if len(read) > 1 and type(exc).__name__ not in _PEER_IS_GONE:
                 # One bad index makes NIXL refuse the whole READ; the other requests are innocent.
                 for part in table.split(read):
                     self._post(part, now, verified, failed)
@@ -480,37 +482,44 @@ class LeaseVerifier(_Words):
             state = agent.transfer(handle)
         except Exception as exc:
             error = exc
-        for message in table.posted(
-            read, state, error, agent.release_xfer_handle, now, verified, failed
-        ):
-            logger.warning("%s", message)
+        table.posted(read, state, error, agent, now, verified, failed)
 
-    def _make(self, read: SlotRead) -> Any:
-        notif = b""
-        if self._completion_notif is not None:
-            requests = self._table.requests_of(read)
-            notif = self._completion_notif(read.engine_id, read.remote_rank, requests)
-        # Passed only when used, so that an agent of the caller's own need not know notifications.
-        extra: dict[str, Any] = {"notif_msg": notif} if notif else {}
-        handle = self._agent.make_prepped_xfer(
-            "READ", self.local_handle, read.cells, read.remote_handle, read.slots, **extra
+    def _make_with_notif(
+        self, read: SlotRead, completion_notif: Callable[[str, int, list[str]], bytes]
+    ) -> Any:
+        notif = completion_notif(read.engine_id, read.remote_rank, self._table.requests_of(read))
+        return self._agent.make_prepped_xfer(
+            "READ",
+            self.local_handle,
+            read.cells,
+            read.remote_handle,
+            read.slots,
+            **({"notif_msg": notif} if notif else {}),
         )
-        if handle is None:
-            raise RuntimeError("make_prepped_xfer returned nothing")
-        return handle
+
+    def _tidy(self) -> None:
+        """Log what went wrong and release the prepared lists that no READ uses any more."""
+        for message in self._table.take_messages():
+            logger.warning("%s", message)
+        for handle in self._table.take_closed_handles():
+            if self._release_list(handle, said=id(handle) in self._refused_lists):
+                self._refused_lists.discard(id(handle))
+            else:
+                self._refused_lists.add(id(handle))
+                self._table.return_closed_handle(handle)
 
     # ending
 
-    def _release_lists(self) -> None:
-        for handle in self._table.take_closed_handles():
-            if not self._release_list(handle):
-                self._table.return_closed_handle(handle)
-
-    def _release_list(self, handle: Any) -> bool:
+    def _release_list(self, handle: Any, *, said: bool = False) -> bool:
         try:
             self._agent.release_dlist_handle(handle)
         except Exception as exc:
-            logger.warning("a prepared list of lease slots could not be released: %s", exc)
+            if not said:
+                logger.warning(
+                    "a prepared list of lease slots could not be released and will be tried again "
+                    "in every step: %s",
+                    exc,
+                )
             return False
         return True
 
@@ -522,13 +531,14 @@ class LeaseVerifier(_Words):
         many. Calling it again tries again.
 
         Returns:
-            How many landing cells are left in quarantine; 0 when everything was given back.
+            How many landing cells are left in quarantine; if none, how many kinds of other things
+            NIXL refused to take back. 0 when everything was given back.
         """
         self.closed = True
         table = self._table
         table.close_all()
-        self._poll(self._clock(), set(), {})
-        self._release_lists()
+        table.step(self._agent, (), self._clock(), self._timeout, set(), {})
+        self._tidy()
         left = self.quarantined_cells
         if left:
             if self not in _unfinished:
@@ -547,10 +557,17 @@ class LeaseVerifier(_Words):
             self.local_handle = None
         if self._prepared is not None and self._release_list(self._prepared):
             self._prepared = None
-        if self._registration is not None and self._prepared is None:
-            try:
-                self._agent.deregister_memory(self._registration)  # type: ignore[attr-defined]
-                self._registration = None
-            except Exception as exc:
-                logger.warning("the landing cells could not be deregistered: %s", exc)
-        return 0
+        if self._prepared is None:
+            self._deregister_cells()
+        kept = (self.local_handle, self._prepared, self._registration)
+        return table.has_leftovers + sum(owned is not None for owned in kept)
+
+    def _deregister_cells(self) -> None:
+        if self._registration is None:
+            return
+        try:
+            self._agent.deregister_memory(self._registration)  # type: ignore[attr-defined]
+        except Exception as exc:
+            logger.warning("the landing cells could not be deregistered: %s", exc)
+        else:
+            self._registration = None

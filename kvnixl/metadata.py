@@ -32,6 +32,7 @@ __all__ = [
     "MAX_FACTORS_CHARS",
     "MAX_LEASE_SLOTS",
     "MAX_REGIONS",
+    "MAX_REGION_MEMBERS",
     "MAX_REQUEST_ID_BYTES",
     "NIXL_CONNECTOR_VERSION",
     "BlockIds",
@@ -64,6 +65,8 @@ LEASE_PARAM = "kvnixl_lease"
 LEASE_SLOT_BYTES = 8
 
 MAX_REGIONS = 16_384
+MAX_REGION_MEMBERS = 65_536
+"""Layer names in ``region_members`` over all regions."""
 MAX_LEASE_SLOTS = 1 << 24
 MAX_ENGINE_ID_CHARS = 1024
 MAX_REQUEST_ID_BYTES = 8192
@@ -199,7 +202,8 @@ class NixlAgentMetadata(Struct):
         pcp_size: ranks of prefill context parallelism.
         ple_block_len: bytes of one short-conv state page, ``None`` if the model has none
             (since protocol version 14).
-        region_members: layer names that share each region, empty or ``R`` lists.
+        region_members: layer names that share each region, empty or ``R`` lists of at most
+            `MAX_REGION_MEMBERS` names together.
         packed_member_layouts: member -> (byte offset in its region's block, bytes per page).
         kvnixl: kvnixl's own part; ``None`` from a stock peer.
     """
@@ -257,6 +261,9 @@ class NixlAgentMetadata(Struct):
             self._refuse(
                 f"region_members has {len(self.region_members)} lists for {regions} regions"
             )
+        members = sum(map(len, self.region_members))
+        if members > MAX_REGION_MEMBERS:
+            self._refuse(f"region_members holds {members} names, more than {MAX_REGION_MEMBERS}")
         unknown = set(self.region_mem_types or ()) - {"DRAM", "VRAM"}
         if unknown:
             self._refuse(f"region_mem_types holds {_shorten(min(unknown))}, not 'DRAM' or 'VRAM'")
@@ -328,6 +335,10 @@ class NixlHandshakePayload(Struct):
 # --- what a client hands over -------------------------------------------------------------------
 
 
+# A lone surrogate, which JSON can spell, is a UnicodeError.
+_CONVERSION_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeError, OverflowError)
+
+
 class TransferParams(Struct):
     """The ``kv_transfer_params`` of one request, typed. Keys that were absent or null are ``None``.
 
@@ -365,11 +376,22 @@ class TransferParams(Struct):
         known = {name: params[name] for name in cls.__struct_fields__ if name in params}
         try:
             parsed = msgspec.convert(known, cls)
-        except (msgspec.ValidationError, RecursionError) as error:
+        except _CONVERSION_ERRORS as error:
             key, reason = _split_validation_error(error)
+            if key is None:  # only msgspec's own errors name it
+                key = cls._first_bad_key(known)
             raise TransferParamsError(request_id, key, reason) from None
         parsed._check(request_id)
         return parsed
+
+    @classmethod
+    def _first_bad_key(cls, known: Mapping[str, Any]) -> str | None:
+        for key, value in known.items():
+            try:
+                msgspec.convert({key: value}, cls)
+            except _CONVERSION_ERRORS:
+                return key
+        return None
 
     def _check(self, request_id: ReqId) -> None:
         if sum(map(len, self.remote_block_ids or ())) > MAX_BLOCK_IDS:
@@ -381,7 +403,7 @@ class TransferParams(Struct):
             raise TransferParamsError(
                 request_id, "remote_blocks_expiry_time", f"{expiry} is not a time in seconds"
             )
-        for key in ("remote_engine_id", "remote_request_id"):
+        for key in ("remote_engine_id", "remote_request_id", "transfer_mode"):
             text = getattr(self, key)
             if text is not None and not _fits_utf8(text):
                 reason = f"{_shorten(text)} is not Unicode of at most {MAX_REQUEST_ID_BYTES} bytes"

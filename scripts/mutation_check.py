@@ -76,41 +76,26 @@ MUTATIONS = (
 """,
             ),
             (
+                SLOTS,
+                "        if not reads_done and not self._table.active:\n",
+                "        if False:\n",
+            ),
+            (
                 LEASES,
                 """
-        if not (reads_done or table.active):
-            return verified, failed
+        for read in table.step(self._agent, reads_done, now, self._timeout, verified, failed):
+            self._post(read, now, verified, failed)
 """,
                 """
         early = self.__dict__.setdefault("_early", set())
         done = self.__dict__.setdefault("_done", set())
         done |= set(reads_done)
-""",
-            ),
-            (
-                LEASES,
-                """
-        table.start(reads_done, deadline, verified, failed)
-""",
-                """
-        early |= verified
-        begun = self.__dict__.pop("_begun", [])
-        table.start([*begun, *reads_done], deadline, early, failed)
-""",
-            ),
-            (
-                LEASES,
-                """
-        self._release_lists()
-        return verified, failed
-""",
-                """
-        self._release_lists()
-        early |= verified
+        begun = [*self.__dict__.pop("_begun", []), *reads_done]
+        for read in table.step(self._agent, begun, now, self._timeout, early, failed):
+            self._post(read, now, early, failed)
         verified = early & done
         early -= verified
         done -= verified | failed.keys()
-        return verified, failed
 """,
             ),
         ),
@@ -147,7 +132,7 @@ MUTATIONS = (
     Mutation(
         "clear-others",
         "a late clear empties the slot although the next lease has it",
-        ((HEADER, "if (kvnixl_word_load(slot) != nonce)", "if (nonce == 0)"),),
+        ((SLOTS, "                del self.leases[holder]\n", "                pass\n"),),
     ),
     Mutation(
         "release-in-flight",
@@ -168,7 +153,7 @@ MUTATIONS = (
     Mutation(
         "clear-without-fence",
         "a clear does not ask for a fence",
-        ((SLOTS, "[1]):\n            self.dirty = True", "[1]):\n            pass"),),
+        ((SLOTS, ", 0)\n        self.dirty = True\n", ", 0)\n"),),
     ),
     Mutation(
         "empty-low-half",

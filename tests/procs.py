@@ -18,7 +18,17 @@ REPLY_TIMEOUT_S = 30.0
 
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["numpy", "nixl._api", "kvnixl.transport"])
+_context.set_forkserver_preload(
+    [
+        "numpy",
+        "nixl._api",
+        "zmq",
+        "kvnixl.transport",
+        "kvnixl.handshake",
+        "kvnixl.producer",
+        "kvnixl.reader",
+    ]
+)
 
 
 def _serve(

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import math
 import os
 import random
+import resource
 import socket
 import stat
 import subprocess
@@ -33,6 +35,7 @@ from kvnixl.errors import (
     CompatibilityError,
     ConfigError,
     EngineIdMismatchError,
+    HandshakeConnectError,
     HandshakeError,
     HandshakeRefusedError,
     HandshakeReplyError,
@@ -302,6 +305,7 @@ def test_it_answers_each_rank_with_its_payload_and_its_clock(
     assert server.counters.as_dict() == {
         "replies": 6,
         "bad_envelopes": 0,
+        "overlong_messages": 0,
         "bad_requests": 0,
         "unknown_ranks": 0,
         "not_ready": 0,
@@ -381,7 +385,7 @@ def test_a_question_that_cannot_be_read_is_refused_and_the_next_peer_is_served(
 
 
 @pytest.mark.parametrize(
-    "extra", [[b""], [encode_get_meta(0, 0)], [b"x"] * 10_000], ids=["one", "a question", "many"]
+    "extra", [[b""], [encode_get_meta(0, 0)], [b"x"] * 1_000], ids=["one", "a question", "many"]
 )
 def test_a_question_with_further_frames_is_refused(
     server: HandshakeServer, raw_socket: Callable[..., zmq.Socket[bytes]], extra: list[bytes]
@@ -397,9 +401,9 @@ def test_a_question_with_further_frames_is_refused(
         [b""],
         [encode_get_meta(0, 0)],
         [b"x", encode_get_meta(0, 0)],
-        [b"x"] * 10_000,
+        [b"x"] * 1_000,
     ],
-    ids=["an empty frame", "no delimiter", "delimiter not empty", "ten thousand frames"],
+    ids=["an empty frame", "no delimiter", "delimiter not empty", "a thousand frames"],
 )
 def test_a_message_without_an_envelope_is_ignored_and_the_next_peer_is_served(
     server: HandshakeServer, raw_socket: Callable[..., zmq.Socket[bytes]], frames: list[bytes]
@@ -409,6 +413,122 @@ def test_a_message_without_an_envelope_is_ignored_and_the_next_peer_is_served(
     wait_for(lambda: server.counters.bad_envelopes == 1, "the message is counted")
     # The same connection works once it asks properly, and this is its first answer.
     assert ask(stranger, b"", encode_get_meta(0, 0))[1] == payload()
+    assert ask(raw_socket(zmq.REQ, server), encode_get_meta(0, 0))[0] == payload()
+
+
+def endless_message(stranger: socket.socket, frames: int) -> None:
+    """One message of so many empty frames; the last one is sent too."""
+    stranger.sendall(b"\x01\x00" * (frames - 1) + b"\x00\x00")
+
+
+def test_a_message_of_a_million_frames_delays_nobody(
+    server: HandshakeServer,
+    make_client: Callable[..., HandshakeClient],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client = make_client(timeout=20.0)
+    client.start("P", "127.0.0.1", server.port)
+    done(client)
+    read = 0
+    real = handshake._receive
+
+    def counting(*args: Any, **options: Any) -> Any:
+        nonlocal read
+        frames, total = real(*args, **options)
+        read = max(read, total)
+        return frames, total
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handshake, "_receive", counting)
+        for count in (1, 2, 3):
+            with zmtp_connection(server) as stranger:
+                endless_message(stranger, 1_000_000)
+                wait_for(lambda: server.counters.overlong_messages == count, "it is counted")  # noqa: B023
+                client.start("P", "127.0.0.1", server.port)
+                done(client)
+    assert read <= handshake._MAX_MESSAGE_FRAMES + 1  # and so the thread sees the stop flag soon
+    assert server.counters.internal_errors == server.counters.bad_envelopes == 0
+    assert "sent a message of more than 1024 frames" in caplog.text
+    server.close()
+    assert not server.running
+
+
+def test_the_connection_survives_the_longest_message_that_is_read_to_its_end(
+    server: HandshakeServer, raw_socket: Callable[..., zmq.Socket[bytes]]
+) -> None:
+    stranger = raw_socket(zmq.DEALER, server)
+    # The ROUTER puts the identity in front.
+    stranger.send_multipart([b"x"] * (handshake._MAX_MESSAGE_FRAMES - 1))
+    wait_for(lambda: server.counters.bad_envelopes == 1, "the message is counted")
+    assert ask(stranger, b"", encode_get_meta(0, 0))[1] == payload()
+    stranger.send_multipart([b"x"] * handshake._MAX_MESSAGE_FRAMES)
+    wait_for(lambda: server.counters.overlong_messages == 1, "the message is counted")
+
+
+def test_a_peer_whose_question_was_lost_with_the_connections_asks_again(
+    server: HandshakeServer,
+    make_client: Callable[..., HandshakeClient],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = handshake._receive
+    questions: list[int] = []
+
+    def first_one_overlong(*args: Any, **options: Any) -> Any:
+        frames, total = real(*args, **options)
+        if options["most"] > 4:  # the server's
+            questions.append(total)
+            if len(questions) == 1:
+                total = options["most"]
+        return frames, total
+
+    monkeypatch.setattr(handshake, "_receive", first_one_overlong)
+    client = make_client(timeout=3.0)
+    client.start("P", "127.0.0.1", server.port)
+    done(client)
+    assert len(questions) == 2
+    assert server.counters.overlong_messages == 1
+
+
+def test_closing_connections_leaves_no_descriptor_and_keeps_the_port(
+    server: HandshakeServer, raw_socket: Callable[..., zmq.Socket[bytes]]
+) -> None:
+    def attack(count: int) -> None:
+        before = server.counters.overlong_messages
+        for n in range(count):
+            with zmtp_connection(server) as stranger:
+                endless_message(stranger, 2_000)
+                wait_for(
+                    lambda: server.counters.overlong_messages > before + n,  # noqa: B023
+                    "it is counted",
+                )
+
+    attack(1)
+    ask(raw_socket(zmq.REQ, server), encode_get_meta(0, 0))
+    descriptors = open_descriptors()
+    attack(10)
+    wait_for(lambda: open_descriptors() <= descriptors + 2, "the descriptors are closed")
+    with pytest.raises(SideChannelBindError, match="in use"):
+        HandshakeServer("127.0.0.1", server.port).start()
+
+
+def test_a_socket_that_cannot_be_replaced_at_once_is_replaced_later(
+    server: HandshakeServer,
+    raw_socket: Callable[..., zmq.Socket[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = server._open_router
+    failures = iter([OSError(errno.EMFILE, "Too many open files")] * 2)
+
+    def flaky(*args: Any) -> Any:
+        error = next(failures, None)
+        if error is not None:
+            raise error
+        return real(*args)
+
+    monkeypatch.setattr(server, "_open_router", flaky)
+    with zmtp_connection(server) as stranger:
+        endless_message(stranger, 2_000)
+        wait_for(lambda: server.counters.internal_errors == 2, "it failed twice")
     assert ask(raw_socket(zmq.REQ, server), encode_get_meta(0, 0))[0] == payload()
 
 
@@ -656,7 +776,7 @@ def test_a_port_in_use_fails_at_start_up_and_names_the_option(server: HandshakeS
     assert f"'127.0.0.1' port {server.port}" in message
     assert "in use, by another engine" in message
     assert "kv_side_channel_port" in message
-    assert "VLLM_NIXL_SIDE_CHANNEL_HOST" not in message
+    assert "VLLM_" not in message
     assert (refused.value.host, refused.value.port) == ("127.0.0.1", server.port)
     assert not second.running
     assert threading.active_count() == threads
@@ -675,7 +795,7 @@ def test_a_name_that_does_not_resolve_cannot_be_bound(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(handshake.socket, "getaddrinfo", resolve)
     server = HandshakeServer("prefill-0", 0)
-    with pytest.raises(SideChannelBindError, match=r"does not resolve.*SIDE_CHANNEL_HOST"):
+    with pytest.raises(SideChannelBindError, match=r"does not resolve.*the host argument"):
         server.start()
 
 
@@ -691,7 +811,7 @@ def test_a_name_is_bound_to_its_ipv4_address_where_stock_peers_look(
 
 @pytest.mark.parametrize("port", [-1, 65_536])
 def test_a_port_out_of_range_is_refused(port: int) -> None:
-    with pytest.raises(ConfigError, match=r"65535.*SIDE_CHANNEL_PORT"):
+    with pytest.raises(ConfigError, match=r"65535.*set the port argument"):
         HandshakeServer("127.0.0.1", port)
 
 
@@ -720,12 +840,14 @@ def test_bound_and_advertised_address_are_separate(
 def test_an_address_that_nobody_can_connect_to_is_not_advertised(host: str) -> None:
     with pytest.raises(ConfigError, match="set advertised_host"):
         check_advertised_host(host, option="advertised_host")
+    with pytest.raises(ConfigError, match="set the host argument"):
+        check_advertised_host(host)
     with pytest.raises(ConfigError):
         HandshakeServer("127.0.0.1", 0, advertised_host=host)
 
 
 def test_a_wildcard_needs_an_advertised_host() -> None:
-    with pytest.raises(ConfigError, match=r"cannot be advertised.*SIDE_CHANNEL_HOST"):
+    with pytest.raises(ConfigError, match=r"cannot be advertised.*the host argument"):
         HandshakeServer("0.0.0.0", 0)
 
 
@@ -840,6 +962,30 @@ def test_stopping_is_quick_final_and_may_be_repeated(
         socket.create_connection(("127.0.0.1", server.port), timeout=5)
     # The port is free again at once.
     assert make_server(port=server.port).port == server.port
+
+
+def test_stopping_does_not_wait_for_the_questions_that_have_come(
+    make_server: Callable[..., HandshakeServer], raw_socket: Callable[..., zmq.Socket[bytes]]
+) -> None:
+    asked, stopping = threading.Event(), threading.Event()
+
+    def clock() -> float:
+        asked.set()
+        stopping.wait(10)
+        return 0.0
+
+    server = make_server(clock=clock)
+    greedy = raw_socket(zmq.DEALER, server)
+    for _ in range(30):
+        greedy.send_multipart([b"", encode_get_meta(0, 0)])
+    assert asked.wait(10)  # and the thread is in the middle of its first answer
+    closing = threading.Thread(target=server.close)
+    closing.start()
+    wait_for(lambda: server._stopping, "the server is told to stop")
+    stopping.set()
+    closing.join(10)
+    assert not server.running
+    assert server.counters.replies == 1
 
 
 def test_a_server_that_was_never_started_can_be_stopped() -> None:
@@ -958,6 +1104,7 @@ def test_a_peer_that_does_not_answer_fails_at_its_own_deadline(
 ) -> None:
     client = make_client(timeout=0.6)
     holes = black_holes(make_router, listener, full_listener)
+    del holes["refuses"]  # that one says so
     for name, port in holes.items():
         client.start(name, "127.0.0.1", port)
     client.start("patient", "127.0.0.1", listener.getsockname()[1], timeout=60.0)
@@ -970,6 +1117,64 @@ def test_a_peer_that_does_not_answer_fails_at_its_own_deadline(
         assert f"127.0.0.1:{holes[name]} within 0.6 s" in str(outcome.error)
     assert len(client) == 1
     assert client.outcomes == {"HandshakeTimeoutError": len(holes)}
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    assert isinstance(port, int)
+    return port
+
+
+def test_a_port_that_refuses_says_so_before_the_deadline(
+    make_client: Callable[..., HandshakeClient], closed_port: int
+) -> None:
+    client = make_client(timeout=6.0)
+    client.start("P", "127.0.0.1", closed_port)
+    (outcome,) = outcomes(client)
+    assert isinstance(outcome, HandshakeFailed)
+    assert isinstance(outcome.error, HandshakeConnectError)
+    assert "Connection refused" in str(outcome.error)
+    assert f"127.0.0.1:{closed_port}" in str(outcome.error)
+    # A peer that is just starting has the time of the first attempt to open its port.
+    assert outcome.seconds >= 6.0 / 3
+
+
+def test_a_connection_that_fails_at_once_on_this_machine_says_so(
+    make_client: Callable[..., HandshakeClient],
+    monkeypatch: pytest.MonkeyPatch,
+    closed_port: int,
+) -> None:
+    class NoRoute(socket.socket):
+        def connect_ex(self, address: object) -> int:
+            return errno.EHOSTUNREACH
+
+    monkeypatch.setattr(handshake.socket, "socket", NoRoute)
+    client = make_client(timeout=0.3)
+    client.start("P", "127.0.0.1", closed_port)
+    error = failure(client)
+    assert isinstance(error, HandshakeConnectError)
+    assert error.reason == "No route to host"
+
+
+def test_looking_whether_a_peer_refuses_leaves_nothing_behind(
+    make_client: Callable[..., HandshakeClient],
+    full_listener: socket.socket,
+    listener: socket.socket,
+    closed_port: int,
+) -> None:
+    client = make_client(timeout=0.3)
+    ports = [full_listener.getsockname()[1], listener.getsockname()[1], closed_port]
+    for port in ports:
+        client.start("P", "127.0.0.1", port)
+    outcomes(client, len(ports))
+    assert not client._by_probe
+    descriptors = open_descriptors()
+    for port in ports:
+        client.start("P", "127.0.0.1", port)
+    outcomes(client, len(ports))
+    wait_for(lambda: open_descriptors() <= descriptors, "the descriptors are closed")
 
 
 def test_a_name_server_that_does_not_answer_delays_nobody(
@@ -992,6 +1197,162 @@ def test_a_name_server_that_does_not_answer_delays_nobody(
         release.set()
     assert isinstance(error, HostResolutionError)
     assert "prefill-7" in str(error)
+
+
+def test_look_ups_that_hang_are_bounded_and_do_not_hold_addresses_up(
+    server: HandshakeServer, make_client: Callable[..., HandshakeClient]
+) -> None:
+    release = threading.Event()
+    asked: list[str] = []
+
+    def resolve(host: str, port: int, **_: object) -> list[Any]:
+        asked.append(host)
+        assert release.wait(30)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    client = make_client(resolve=resolve, max_concurrent=3, timeout=0.2)
+    threads = threading.active_count()
+    try:
+        for n in range(50):
+            client.start(f"E{n}", f"slow-{n}", server.port)
+        errors = [outcome.error for outcome in outcomes(client, 50)]  # type: ignore[union-attr]
+        assert all(isinstance(error, HostResolutionError) for error in errors)
+        assert "3 other names were being looked up" in str(errors[-1])
+        assert len(asked) == 3
+        assert threading.active_count() == threads + 3
+        client.start("P", "127.0.0.1", server.port, timeout=20.0)
+        done(client)
+    finally:
+        release.set()
+    wait_for(lambda: threading.active_count() == threads, "the look-ups ended")
+    client.start("P", "prefill-9", server.port, timeout=20.0)
+    done(client)
+
+
+def test_one_look_up_serves_all_that_wait_for_the_name_and_none_that_come_later(
+    server: HandshakeServer,
+    make_server: Callable[..., HandshakeServer],
+    make_client: Callable[..., HandshakeClient],
+) -> None:
+    release = threading.Event()
+    asked: list[str] = []
+
+    def resolve(host: str, port: int, **_: object) -> list[Any]:
+        asked.append(host)
+        assert release.wait(30)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    client = make_client(resolve=resolve, timeout=20.0)
+    client.start("P", "prefill-0", server.port)
+    client.start("P", "prefill-0", make_server().port)
+    release.set()
+    outcomes(client, 2)
+    assert asked == ["prefill-0"]
+    client.start("P", "prefill-0", server.port)
+    wait_for(lambda: client._look_ups["prefill-0"].over, "the second look-up is over")
+    client.start("P", "prefill-0", make_server().port)
+    outcomes(client, 2)
+    assert len(asked) == 3
+
+
+def test_a_process_without_threads_to_spare_fails_the_look_up(
+    make_client: Callable[..., HandshakeClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_more(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    client = make_client()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_more)
+        assert client.start("P", "prefill-0", 5600)
+    error = failure(client)
+    assert isinstance(error, HostResolutionError)
+    assert "can't start new thread" in str(error)
+    assert len(client) == 0
+
+
+@pytest.fixture
+def exhaust_descriptors() -> Iterator[Callable[[int], contextlib.AbstractContextManager[None]]]:
+    """Leave the process so many descriptors and no more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    @contextlib.contextmanager
+    def exhaust(spare: int) -> Iterator[None]:
+        held: list[int] = []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_descriptors() + 64, hard))
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.open(os.devnull, os.O_RDONLY))
+            for _ in range(spare):
+                os.close(held.pop())
+            yield
+        finally:
+            for descriptor in held:
+                os.close(descriptor)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    yield exhaust
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("spare", range(12))
+@pytest.mark.parametrize("in_use", [False, True], ids=["first use", "in use"])
+def test_without_descriptors_the_peer_fails_with_a_clear_reason_and_the_next_one_is_met(
+    server: HandshakeServer,
+    make_client: Callable[..., HandshakeClient],
+    exhaust_descriptors: Callable[[int], contextlib.AbstractContextManager[None]],
+    in_use: bool,
+    spare: int,
+) -> None:
+    client = make_client(timeout=20.0)
+    if in_use:
+        client.start("P", "127.0.0.1", server.port)
+        done(client)
+    with exhaust_descriptors(spare):
+        client.start("P", "127.0.0.1", server.port)
+        (outcome,) = outcomes(client)
+    if isinstance(outcome, HandshakeFailed):
+        assert "Too many open files" in str(outcome.error)
+        assert "engine 'P' at 127.0.0.1" in str(outcome.error)
+    assert isinstance(outcome, HandshakeDone if spare > 10 else HandshakeFailed) or 8 <= spare <= 10
+    client.start("P", "127.0.0.1", server.port)
+    done(client)
+
+
+def test_a_poller_that_fails_ends_the_handshakes_not_the_poll(
+    client: HandshakeClient,
+    server: HandshakeServer,
+    listener: socket.socket,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client.start("P", "127.0.0.1", listener.getsockname()[1])
+    client.poll()
+
+    def fail(*_: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client._poller, "poll", fail)
+        assert "Too many open files" in str(failure(client))
+    client.start("P", "127.0.0.1", server.port)
+    done(client)
+
+
+def test_a_handshake_asks_a_bounded_number_of_ranks(client: HandshakeClient) -> None:
+    drawn = 0
+
+    def ranks() -> Iterator[tuple[int, int]]:
+        nonlocal drawn
+        for rank in range(2**20):
+            drawn += 1
+            yield 0, rank
+
+    with pytest.raises(ValueError, match="at most 4096 ranks"):
+        client.start("P", "127.0.0.1", 5600, ranks())
+    assert drawn == handshake.MAX_RANKS + 1
+    assert len(client) == 0
+    assert client.start("P", "127.0.0.1", 5600, [(0, n) for n in range(handshake.MAX_RANKS)])
 
 
 def test_a_lost_answer_is_asked_for_once_more(

@@ -7,7 +7,7 @@ import mmap
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import hypothesis.strategies as st
@@ -24,6 +24,7 @@ from kvnixl.fake import (
     FakeTransfer,
     Plan,
     nixlBackendError,
+    nixlNotFoundError,
     nixlRemoteDisconnectError,
 )
 from kvnixl.leases import (
@@ -269,6 +270,7 @@ def test_a_late_clear_leaves_the_next_lease_of_the_slot_alone() -> None:
     slots = ProducerLeaseSlots(2)
     slots.update((), {"a": (1, 11)})
     slots.update((), {"b": (1, 12)})
+    assert slots.nonce("a") is None
     slots.clear("a")
     assert slots.words.tolist() == [0, 12]
     slots.clear("b")
@@ -381,10 +383,13 @@ class Rig:
         for slots in self.ranks:
             slots.words[slot] = nonce
 
-    def lease(self, req_id: str, slot: int, nonce: int = 77) -> None:
-        """Arm a lease on all ranks and add its checks."""
+    def lease(
+        self, req_id: str, slot: int, nonce: int = 77, ranks: Sequence[int] | None = None
+    ) -> None:
+        """Arm a lease on all ranks and add its checks, of all ranks or these."""
         self.arm(slot, nonce)
-        self.verifier.add_checks(req_id, "E", range(len(self.ranks)), slot, nonce)
+        checked = range(len(self.ranks)) if ranks is None else ranks
+        self.verifier.add_checks(req_id, "E", checked, slot, nonce)
 
     def run(self, *reads_done: str, steps: int = 5) -> tuple[set[str], dict[str, str]]:
         """Step until everything that can end has ended."""
@@ -622,15 +627,83 @@ def test_a_dead_engine_fails_all_its_requests(rig: Callable[..., Rig]) -> None:
     assert r.cells() == (8, 0)
 
 
-def test_a_refused_make_is_tried_check_by_check(rig: Callable[..., Rig]) -> None:
+def test_a_refused_make_is_tried_in_halves_until_what_is_refused_stands_alone(
+    rig: Callable[..., Rig],
+) -> None:
     r = rig()
     for i in range(4):
         r.lease(f"r{i}", i)
-    r.fabric.fail("make_prepped_xfer", times=2)  # the READ of all, and the first part
+    r.fabric.fail("make_prepped_xfer", times=3)  # the READ of all, its first half, one check
     verified, failed = r.run(*[f"r{i}" for i in range(4)])
     assert len(verified) == 3
     assert len(failed) == 1
     assert r.cells() == (8, 0)
+
+
+def test_a_peer_that_is_gone_is_not_asked_check_by_check(rig: Callable[..., Rig]) -> None:
+    r = rig()
+    for i in range(4):
+        r.lease(f"r{i}", i)
+    r.fabric.fail("make_prepped_xfer", nixlRemoteDisconnectError)
+    verified, failed = r.run(*[f"r{i}" for i in range(4)])
+    assert verified == set()
+    assert len(failed) == 4
+    assert r.reader.calls["make_prepped_xfer"] == 1
+
+
+def test_a_check_that_finds_the_agent_removed_keeps_the_cells(rig: Callable[..., Rig]) -> None:
+    """NIXL says "not found" of a READ whose remote agent was removed, while its word may land."""
+    r = rig(num_cells=2)
+    r.fabric.script(Plan(polls=None))
+    r.lease("a", 1)
+    r.verifier.step({"a"})
+    r.fabric.fail("check_xfer_state", nixlNotFoundError, times=3)
+    _, failed = r.verifier.step()
+    assert "nixlNotFoundError" in failed["a"]
+    assert r.cells() == (1, 1)
+    assert r.verifier.step() == (set(), {})
+    assert r.cells() == (1, 1)
+    r.verifier.step()
+    r.fabric.settle()
+    r.verifier.step()
+    assert r.cells() == (2, 0)
+
+
+def test_a_prepared_list_that_is_refused_is_said_once(
+    rig: Callable[..., Rig], caplog: pytest.LogCaptureFixture
+) -> None:
+    r = rig()
+    r.fabric.fail("release_dlist_handle", agent="reader", times=20)
+    with caplog.at_level(logging.WARNING):
+        r.verifier.release_engine("E")
+        for _ in range(19):
+            r.verifier.step()
+    assert sum("prepared list" in record.message for record in caplog.records) == 1
+    r.verifier.step()
+    assert r.reader.live_lists == 1
+
+
+def test_a_large_request_in_front_takes_nobody_down_with_it(rig: Callable[..., Rig]) -> None:
+    r = rig(num_ranks=4, num_cells=4)
+    r.fabric.script(Plan(polls=None))
+    r.lease("stuck", 1, ranks=[0])
+    r.verifier.step({"stuck"})
+    r.now += 11
+    r.verifier.step()
+    assert r.cells() == (3, 1)
+    r.lease("big", 2)
+    r.lease("small", 3, ranks=[0])
+    assert r.verifier.step(["big", "small"]) == (set(), {})
+    r.now += 11
+    verified, failed = r.run()
+    assert failed.keys() == {"big"}
+    assert "4 needed, 1 of 4 in quarantine" in failed["big"]
+    assert verified == {"small"}
+
+
+def test_more_slots_than_a_lease_can_name_are_refused() -> None:
+    with pytest.raises(ValueError, match=str(2**24 + 1)):
+        LeaseSlotAllocator(2**24 + 1)
 
 
 def test_a_handle_that_is_none_fails_the_request(rig: Callable[..., Rig]) -> None:
@@ -840,7 +913,7 @@ def test_waiting_for_a_cell_ends_in_time(rig: Callable[..., Rig]) -> None:
     verified, failed = r.verifier.step()
     assert verified == set()
     assert failed.keys() == {"waits"}
-    assert "no landing cell" in failed["waits"]
+    assert "landing cells for the lease slots" in failed["waits"]
     assert "1 of 1 in quarantine" in failed["waits"]
 
 
@@ -1121,6 +1194,16 @@ def test_the_landing_cells_have_pages_of_their_own() -> None:
             LeaseVerifier(object(), num_cells)  # type: ignore[arg-type]
 
 
+def test_a_constructor_that_fails_leaves_nothing_registered() -> None:
+    fabric = FakeFabric()
+    agent = fabric.agent("reader")
+    for call in ("register_memory", "prep_xfer_dlist"):
+        fabric.fail(call)
+        with pytest.raises(nixlBackendError):
+            LeaseVerifier(agent, 4)
+    fabric.assert_clean()
+
+
 def test_a_caller_may_register_the_cells_itself() -> None:
     fabric = FakeFabric()
     agent = fabric.agent("reader")
@@ -1197,8 +1280,9 @@ def test_shutdown_tries_again_what_nixl_refused() -> None:
     r = Rig()
     r.fabric.fail("release_dlist_handle", times=2)
     r.fabric.fail("deregister_memory", times=1)
-    for _ in range(3):
-        r.verifier.shutdown()
+    left = [r.verifier.shutdown() for _ in range(4)]
+    assert left[0] > 0, "what is left was not told"
+    assert left[-1] == 0
     r.end()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
@@ -20,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from tests import lease_world
 from tests.lease_world import ForeignBytesError, World
 
-NUM_SEEDS = 60
+NUM_SEEDS = 100
 NUM_OPERATIONS = 300
 
 
@@ -50,7 +51,7 @@ def test_no_foreign_lease_is_accepted_state_machine() -> None:
     run_state_machine_as_test(
         LeaseMachine,
         settings=settings(
-            max_examples=60,
+            max_examples=100,
             stateful_step_count=60,
             deadline=None,
             suppress_health_check=list(HealthCheck),
@@ -79,7 +80,7 @@ def test_no_foreign_lease_is_accepted_long_runs() -> None:
 class Table:
     """A `CheckTable` to be broken."""
 
-    def __init__(self, table: Any, words: np.ndarray) -> None:
+    def __init__(self, table: Any, words: npt.NDArray[np.int64]) -> None:
         self.table = table
         self.words = words
 
@@ -88,10 +89,11 @@ class Table:
 
 
 class UnpoisonedTable(Table):
-    def admit(self, *args: Any) -> Any:
+    def step(self, *args: Any) -> Any:
         before = self.words.copy()
-        reads = self.table.admit(*args)
-        self.words[:] = before
+        reads = self.table.step(*args)
+        for read in reads:
+            self.words[read.cells] = before[read.cells]
         return reads
 
 
@@ -100,24 +102,25 @@ class HalfTable(Table):
 
     LOW = 2**32 - 1
 
-    def __init__(self, table: Any, words: np.ndarray) -> None:
+    def __init__(self, table: Any, words: npt.NDArray[np.int64]) -> None:
         super().__init__(table, words)
         self.expected: dict[int, int] = {}
 
-    def admit(self, *args: Any) -> Any:
-        reads = self.table.admit(*args)
+    def check_xfer_state(self, handle: Any) -> Any:
+        state = self.agent.check_xfer_state(handle)
+        for cell, nonce in self.expected.items():
+            self.words[cell] = int(self.words[cell]) & self.LOW | nonce & ~self.LOW
+        return state
+
+    def release_xfer_handle(self, handle: Any) -> None:
+        self.agent.release_xfer_handle(handle)
+
+    def step(self, agent: Any, *args: Any) -> Any:
+        self.agent = agent
+        reads = self.table.step(self, *args)
         for read in reads:
             self.expected |= {int(cell): ~int(self.words[cell]) for cell in read.cells}
         return reads
-
-    def poll(self, check_xfer_state: Any, *args: Any) -> Any:
-        def check(handle: Any) -> Any:
-            state = check_xfer_state(handle)
-            for cell, nonce in self.expected.items():
-                self.words[cell] = int(self.words[cell]) & self.LOW | nonce & ~self.LOW
-            return state
-
-        return self.table.poll(check, *args)
 
 
 class EarlyTable(Table):
@@ -125,7 +128,7 @@ class EarlyTable(Table):
 
     active = True
 
-    def __init__(self, table: Any, words: np.ndarray) -> None:
+    def __init__(self, table: Any, words: npt.NDArray[np.int64]) -> None:
         super().__init__(table, words)
         self.begun: list[str] = []
         self.held: set[str] = set()
@@ -140,25 +143,24 @@ class EarlyTable(Table):
         self.held.discard(req_id)
         self.done.discard(req_id)
 
-    def poll(
-        self, check: Any, release: Any, now: float, verified: set[str], failed: dict[str, str]
+    def step(
+        self,
+        agent: Any,
+        reads_done: Any,
+        now: float,
+        timeout: float,
+        verified: set[str],
+        failed: dict[str, str],
     ) -> Any:
-        messages = self.table.poll(check, release, now, self.held, failed)
-        # What failed too early is of no interest here.
-        for req_id in [r for r in failed if r not in self.done]:
-            del failed[req_id]
-        return messages
-
-    def start(
-        self, reads_done: Any, deadline: float, verified: set[str], failed: dict[str, str]
-    ) -> None:
         self.done |= set(reads_done)
-        self.table.start(self.begun, deadline, self.held, failed)
+        reads = self.table.step(agent, self.begun, now, timeout, self.held, failed)
         self.begun = []
+        # What fails before its blocks are there is of no interest here.
         for req_id in [r for r in failed if r not in self.done]:
             del failed[req_id]
         verified |= self.held & self.done
         self.held -= verified
+        return reads
 
 
 def no_fence(self: World) -> None:

@@ -15,6 +15,7 @@ from kvnixl.errors import TransferParamsError, WireError
 from kvnixl.metadata import (
     MAX_BLOCK_IDS,
     MAX_LEASE_SLOTS,
+    MAX_REGION_MEMBERS,
     MAX_REQUEST_ID_BYTES,
     HeartbeatInfo,
     KvNixlExtension,
@@ -158,6 +159,20 @@ def test_inconsistent_metadata_is_refused_by_field(
     assert "'prefill-0'" in str(caught.value)
 
 
+def test_the_names_of_all_regions_together_are_bounded_before_they_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    metadata = stock_metadata()
+    metadata.packed_member_layouts = {}
+    half = MAX_REGION_MEMBERS // 2
+    metadata.region_members = [[f"{r}.{n}" for n in range(half)] for r in range(2)]
+    metadata.check()
+    metadata.region_members[1].append("one too many")
+    monkeypatch.delattr(NixlAgentMetadata, "_check_members")  # it would go through them all
+    with pytest.raises(WireError, match="region_members holds 65537 names, more than 65536"):
+        metadata.check()
+
+
 def test_the_last_byte_of_the_address_space_may_be_exported() -> None:
     metadata = stock_metadata()
     metadata.num_blocks = 2
@@ -283,6 +298,11 @@ def test_a_missing_key_is_named_with_its_request(key: str, null: bool) -> None:
         ("remote_request_id", "x" * (MAX_REQUEST_ID_BYTES + 1)),
         ("remote_request_id", "é" * (MAX_REQUEST_ID_BYTES // 2 + 1)),
         ("remote_request_id", "\udfff"),
+        ("remote_host", "\ud800"),
+        ("transfer_mode", "\ud800"),
+        ("kvnixl_lease", "\udfff"),
+        ("remote_block_ids", "\ud800"),
+        ("tp_size", "\ud800"),
         ("remote_host", ""),
         ("remote_host", "tcp://10.0.0.1"),
         ("remote_host", "10.0.0.1 "),
@@ -329,12 +349,16 @@ def test_parameters_that_are_no_object_are_refused(value: object) -> None:
     assert caught.value.key is None
 
 
+# What JSON can spell, lone surrogates included.
+JSON_TEXT = st.text() | st.text(st.characters(categories=["Cs", "Lu"]), min_size=1)
+
+
 @given(
     st.dictionaries(
-        st.sampled_from(TransferParams.__struct_fields__) | st.text() | st.integers(),
+        st.sampled_from(TransferParams.__struct_fields__) | JSON_TEXT | st.integers(),
         st.recursive(
-            st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
-            lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+            st.none() | st.booleans() | st.integers() | st.floats() | JSON_TEXT | st.binary(),
+            lambda inner: st.lists(inner) | st.dictionaries(JSON_TEXT, inner),
             max_leaves=8,
         ),
     )
@@ -350,6 +374,19 @@ def test_any_object_of_a_client_gives_values_or_a_named_error(client: dict[Any, 
         else:
             continue
         assert key in TransferParams.__struct_fields__
+
+
+def test_a_key_nested_too_deep_is_named() -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    try:
+        with pytest.raises(TransferParamsError) as caught:
+            TransferParams.parse(params(tp_size=1, remote_block_ids=nested), "r")
+        assert caught.value.key == "remote_block_ids"
+    finally:
+        while nested:  # freeing it in one go would recurse
+            nested = nested.pop()
 
 
 def test_a_very_long_request_id_does_not_flood_the_log() -> None:

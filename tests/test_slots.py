@@ -7,6 +7,7 @@ and the runs of the whole world.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,19 +24,40 @@ def table(num_cells: int = 8, *, release_is_final: bool = False) -> tuple[CheckT
     return CheckTable(words, release_is_final), words
 
 
-def admit(checks: CheckTable, *reads_done: str) -> list[SlotRead]:
-    """Start the requests; the READs that result, failures are not expected."""
+class Stub:
+    """NIXL's two calls that a table makes."""
+
+    def __init__(
+        self,
+        state: Callable[[Any], str] = lambda _handle: "DONE",
+        release: Callable[[Any], None] = lambda _handle: None,
+    ) -> None:
+        self.check_xfer_state = state
+        self.release_xfer_handle = release
+
+
+def step(
+    checks: CheckTable, *reads_done: str, agent: Stub | None = None, now: float = 0.0
+) -> tuple[Sequence[SlotRead], set[str], dict[str, str]]:
+    verified: set[str] = set()
     failed: dict[str, str] = {}
-    checks.start(reads_done, 10.0, set(), failed)
-    reads = checks.admit(0.0, 10.0, failed)
-    assert failed == {}
+    reads = checks.step(agent or Stub(), reads_done, now, 10.0, verified, failed)
+    return reads, verified, failed
+
+
+def admit(checks: CheckTable, *reads_done: str) -> Sequence[SlotRead]:
+    """Start the requests; the READs that result, outcomes are not expected."""
+    reads, verified, failed = step(checks, *reads_done, agent=Stub(lambda _handle: "PROC"))
+    assert not verified
+    assert not failed
     return reads
 
 
 def finish(checks: CheckTable) -> tuple[set[str], dict[str, str]]:
-    verified: set[str] = set()
-    failed: dict[str, str] = {}
-    assert checks.poll(lambda _h: "DONE", lambda _h: None, 0.0, verified, failed) == []
+    """All READs end well."""
+    reads, verified, failed = step(checks)
+    assert not reads
+    assert checks.take_messages() == []
     return verified, failed
 
 
@@ -92,7 +114,7 @@ def test_cells_are_poisoned_with_the_complement_of_the_nonce() -> None:
     assert failed.keys() == {"r0", "r1", "r2"}
 
 
-def test_reads_carry_their_indices_as_int32_arrays_of_their_own() -> None:
+def test_reads_carry_their_indices_as_int32_arrays() -> None:
     checks, _ = table(4)
     checks.add_remote("E", 3, "list", MANY)
     checks.add_checks("a", "E", [3], 5, 77)
@@ -103,12 +125,27 @@ def test_reads_carry_their_indices_as_int32_arrays_of_their_own() -> None:
     for indices in (read.cells, read.slots):
         assert indices.dtype == np.int32
         assert indices.flags.c_contiguous
-        assert indices.flags.owndata
     assert read.slots.tolist() == [2, 5]
     assert read.cells.tolist() == [0, 1]
-    read.cells[:] = 99
-    assert read.cells.tolist() == [0, 1]
     assert sorted(checks.requests_of(read)) == ["a", "b"]
+
+
+@pytest.mark.parametrize("slot", [0, 3, 4, 2**20])
+def test_indices_stay_what_they_were(slot: int) -> None:
+    """NIXL copies them, but an agent may also keep the arrays themselves."""
+    checks, _ = table(4)
+    checks.add_remote("E", 0, "list", MANY)
+    kept = []
+    for i in range(3):
+        checks.add_checks(f"r{i}", "E", [0], slot, 77)
+        (read,) = admit(checks, f"r{i}")
+        checks.track(read, i)
+        kept.append((read.cells, read.slots))
+        assert not read.cells.flags.writeable  # shared with later READs
+    for i, (cells, slots) in enumerate(kept):
+        assert cells.dtype == slots.dtype == np.int32
+        assert cells.tolist() == [i]
+        assert slots.tolist() == [slot]
 
 
 def test_reads_are_made_in_the_order_of_the_checks() -> None:
@@ -171,13 +208,7 @@ def test_cells_come_back_in_order_after_being_mixed_up() -> None:
         checks.track(read, read.remote_rank)
     # They end in another order than they began.
     for last in (1, 2, 0):
-        checks.poll(
-            lambda h, last=last: "DONE" if h == last else "PROC",  # type: ignore[misc]
-            lambda _h: None,
-            0.0,
-            set(),
-            {},
-        )
+        step(checks, agent=Stub(lambda h, last=last: "DONE" if h == last else "PROC"))
     checks.add_checks("c", "E", [0, 0, 0], 1, 77)
     (read,) = admit(checks, "c")
     assert read.cells.tolist() == [0, 1, 2]
@@ -191,13 +222,7 @@ def test_fragmented_cells_are_used_in_ascending_order() -> None:
     for read in admit(checks, "a"):
         checks.track(read, read.remote_rank)
     for gone in (5, 0, 3):
-        checks.poll(
-            lambda h, gone=gone: "DONE" if h == gone else "PROC",  # type: ignore[misc]
-            lambda _h: None,
-            0.0,
-            set(),
-            {},
-        )
+        step(checks, agent=Stub(lambda h, gone=gone: "DONE" if h == gone else "PROC"))
     checks.add_checks("b", "E", [0, 0, 0], 1, 77)
     (read,) = admit(checks, "b")
     assert read.cells.tolist() == [0, 3, 5]
@@ -209,8 +234,9 @@ def test_a_read_without_a_handle_can_be_split_and_dropped() -> None:
     for name in "abc":
         checks.add_checks(name, "E", [0], ord(name), 77)
     (read,) = admit(checks, *"abc")
-    parts = checks.split(read)
+    first, rest = checks.split(read)
     assert len(read) == 0
+    parts = [first, *checks.split(rest)]
     assert [part.slots.tolist() for part in parts] == [[ord(name)] for name in "abc"]
     failed: dict[str, str] = {}
     checks.drop(parts[1], "refused", failed)
@@ -222,6 +248,35 @@ def test_a_read_without_a_handle_can_be_split_and_dropped() -> None:
     assert checks.num_free_cells == 4
     checks.close_engine("E")
     assert checks.take_closed_handles() == ["list"]
+
+
+def test_reads_are_used_once_and_by_their_table() -> None:
+    with pytest.raises(TypeError, match="CheckTable"):
+        SlotRead()
+    checks, _ = table(4)
+    other, _ = table(4)
+    checks.add_remote("E", 0, "list", MANY)
+    for name in "ab":
+        checks.add_checks(name, "E", [0], 1, 77)
+    (read,) = admit(checks, "a")
+    with pytest.raises(ValueError, match="another table"):
+        other.drop(read, "", {})
+    with pytest.raises(ValueError, match="not tracked"):
+        checks.posted(read, "DONE", None, Stub(), 0.0, set(), {})
+    checks.drop(read, "", {})
+    for use in (checks.split, lambda r: checks.track(r, 1), lambda r: checks.drop(r, "", {})):
+        with pytest.raises(ValueError, match="dropped"):
+            use(read)
+    assert checks.num_free_cells == 4
+
+
+def test_leases_that_nobody_clears_do_not_pile_up() -> None:
+    writer = SlotWriter(np.zeros(2, np.int64))
+    for i in range(100):
+        writer.update((), {f"r{i}": (i % 2, 1 + i)})
+    assert len(writer) == 2
+    assert writer.nonce("r98") == 99
+    assert writer.nonce("r96") is None
 
 
 def test_a_prepared_list_is_given_back_after_its_last_read() -> None:
@@ -246,8 +301,7 @@ def test_a_final_release_needs_no_end_of_the_read() -> None:
     (read,) = admit(checks, "a")
     checks.track(read, 1)
     released: list[Any] = []
-    failed: dict[str, str] = {}
-    checks.poll(lambda _h: "PROC", released.append, 10.0, set(), failed)
+    _, _, failed = step(checks, agent=Stub(lambda _handle: "PROC", released.append), now=10.0)
     assert failed.keys() == {"a"}
     assert released == [1]
     assert checks.num_free_cells == 4
@@ -268,7 +322,7 @@ def test_an_interrupted_poll_neither_loses_nor_repeats_anything() -> None:
 
     verified: set[str] = set()
     with pytest.raises(KeyboardInterrupt):
-        checks.poll(lambda _h: "DONE", interrupt, 0.0, verified, {})
+        checks.step(Stub(release=interrupt), (), 0.0, 10.0, verified, {})
     more, failed = finish(checks)
     assert verified | more == {"r0", "r1", "r2"}
     assert not verified & more
