@@ -27,7 +27,7 @@ from kvnixl.bench import cli, plan
 from kvnixl.bench.cache import Cache, CacheShape
 from kvnixl.bench.content import Content
 from kvnixl.bench.models import DTYPE_BYTES, MODELS
-from kvnixl.bench.paths import KVNIXL, MEMCPY, PLAIN, VERIFIED, Sample
+from kvnixl.bench.paths import BURST, KVNIXL, MEMCPY, PLAIN, PULL, VERIFIED, Sample
 from kvnixl.bench.processes import Child, ChildError
 from kvnixl.bench.results import Results, percentile
 from kvnixl.bench.tables import main_table
@@ -207,6 +207,19 @@ def test_one_block_has_no_order() -> None:
         "32 tokens, churned",
         "32 tokens, fragmented",
     ]
+
+
+def test_a_burst_has_64_requests_of_4_mib_or_what_fits() -> None:
+    def burst(blocks: int, block_mib: float) -> tuple[int, int, int]:
+        made = plan.burst_of(CacheShape(1, blocks, int(block_mib * 1024**2), 16))
+        return made.requests, made.request_blocks, made.row.blocks
+
+    assert burst(200, 2) == (64, 2, 128)
+    assert burst(100, 2) == (50, 2, 100)
+    assert burst(200, 3) == (64, 1, 64)
+    assert burst(40, 16) == (40, 1, 40)
+    assert burst(128, 1 / 64) == (8, 16, 128)
+    assert burst(4, 1 / 64) == (4, 1, 4)
 
 
 # --- the figures ----------------------------------------------------------------------------------
@@ -605,6 +618,12 @@ def test_a_run_says_what_it_does_and_what_it_found(
     assert "every byte was the one that the producer had written" in rest
     assert f"All {figures['checked_transfers']:,} transfers" in rest
     assert "first transfer" in rest
+    assert "pull path/" in rest
+    assert re.search(
+        r"8 requests of 256 KiB at once, [a-z ]+: [\d.]+ GB/s, ~?\d+% of one transfer of the same "
+        r"bytes",
+        rest.replace("\n", " "),
+    )
 
 
 @pytest.mark.nixl
@@ -639,17 +658,26 @@ def test_the_json_document_has_all_figures_and_what_they_depend_on(
     rows = {(row["tokens"], row["order"]): row for row in figures["rows"]}
     assert len(rows) == 1 + 2 * len(plan.ORDERS)
     for (_, order), row in rows.items():
-        paths = {KVNIXL, PLAIN, MEMCPY} | ({VERIFIED} if order == "unfragmented" else set())
+        paths = {KVNIXL, PLAIN, MEMCPY}
+        paths |= {"unfragmented": {VERIFIED, PULL}, "fragmented": {PULL}}.get(order, set())
         assert set(row["paths"]) == paths
+        if PULL in paths:
+            assert row["ratios"][f"{PULL}/{KVNIXL}"]["turns"] == row["paths"][PULL]["requests"]
+            assert row["paths"][PULL]["descs"] == row["paths"][KVNIXL]["descs"]
         for path in row["paths"].values():
             assert 1 <= path["requests"] <= 20
             assert 0 < path["p50_s"] <= path["p99_s"]
             assert path["gb_per_s"] == pytest.approx(row["request_bytes"] / path["p50_s"] / 1e9)
         assert row["descs_before"] == row["blocks"] * 4
         assert row["paths"][PLAIN]["descs"] <= row["descs_before"]
+    burst = figures["burst"]
+    assert (burst["requests"], burst["blocks_per_request"], burst["blocks"]) == (8, 16, 128)
+    assert set(burst["paths"]) == {BURST, PLAIN}
+    assert burst["paths"][BURST]["descs"] == 8 * 4, "a descriptor per request and region"
+    assert 1 <= burst["ratios"][f"{BURST}/{PLAIN}"]["turns"] <= 20
     assert figures["checked_transfers"] == sum(
         path["requests"]
-        for row in figures["rows"]
+        for row in [*figures["rows"], burst]
         for name, path in row["paths"].items()
         if name != MEMCPY
     )

@@ -8,6 +8,7 @@ every byte checked, beside NIXL's plain API and the machine's memcpy.
 `content`     what each byte has to be, and the check that it is
 `cache`       the memory of one side, one region per layer
 `paths`       the ways to fetch a request: kvnixl, NIXL's plain API, with a lease check, memcpy
+`pull`        the whole pull path: offer, reference, fetch, verified outcome
 `workers`     the producer and the reader, each in a process of its own
 `processes`   starting such processes, calling them, ending them whatever happens
 `session`     the course of a run: who does what when

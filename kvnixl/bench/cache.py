@@ -9,6 +9,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvnixl.layout import CacheLayout, layout_from_addresses
+
 WORD_BYTES = 8
 
 Words: TypeAlias = npt.NDArray[np.uint64]
@@ -56,6 +58,17 @@ class Cache:
         """The regions, as `kvnixl._descs` takes them."""
         length, count = self.shape.block_bytes, self.shape.blocks
         return [(int(layer.ctypes.data), length, length, count, 0) for layer in self.layers]
+
+    @property
+    def layout(self) -> CacheLayout:
+        """The same, as producers and readers take it."""
+        return layout_from_addresses(
+            [int(layer.ctypes.data) for layer in self.layers],
+            block_len=self.shape.block_bytes,
+            num_blocks=self.shape.blocks,
+            block_size=self.shape.block_size,
+            num_kv_heads=1,
+        )
 
 
 def allocate(shape: CacheShape) -> Words:

@@ -23,6 +23,8 @@ TRANSFER_TIMEOUT_S = 60.0
 KVNIXL = "kvnixl"
 PLAIN = "plain"
 VERIFIED = "verified"
+PULL = "pull"
+BURST = "burst"
 MEMCPY = "memcpy"
 
 

@@ -13,8 +13,9 @@ from typing import Literal, TypeAlias
 from kvnixl.bench.cache import CacheShape
 from kvnixl.bench.models import ModelShape
 
-Order: TypeAlias = Literal["unfragmented", "reversed", "churned", "fragmented"]
+Order: TypeAlias = Literal["unfragmented", "reversed", "churned", "fragmented", "concurrent"]
 
+# Those of single requests.
 ORDERS: dict[Order, str] = {
     "unfragmented": "consecutive blocks on both sides",
     "reversed": "consecutive blocks, last one first on both sides",
@@ -23,6 +24,10 @@ ORDERS: dict[Order, str] = {
 }
 
 DEFAULT_TOKENS = (1, 128, 1000, 8000)
+# Of the requests that are fetched at once: their size, and how many there are.
+BURST_REQUEST_BYTES = 4 * 1024**2
+BURST_REQUESTS = 64
+MIN_BURST_REQUESTS = 8
 MIN_BLOCKS = 4
 MAX_BLOCKS = 2**20
 # The longest request takes this much of the cache, so that there is something to choose from.
@@ -48,6 +53,11 @@ class Plan:
     seed: int
     inject_wrong_byte: bool = False
 
+    @property
+    def burst(self) -> Burst:
+        """What is measured after the rows."""
+        return burst_of(self.shape)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -59,6 +69,31 @@ class Row:
 
     def __str__(self) -> str:
         return f"{self.tokens} tokens, {self.order}"
+
+
+@dataclass(frozen=True)
+class Burst:
+    """Requests that are fetched at once. Their blocks are the first ones of both caches, request by
+    request.
+
+    Attributes:
+        requests: how many.
+        request_blocks: blocks of each.
+        row: all of them together.
+    """
+
+    requests: int
+    request_blocks: int
+    row: Row
+
+
+def burst_of(shape: CacheShape) -> Burst:
+    """The burst that a cache has room for: smaller requests where hardly any would fit."""
+    wanted = round(BURST_REQUEST_BYTES / shape.request_block_bytes)
+    request_blocks = max(1, min(wanted, shape.blocks // MIN_BURST_REQUESTS))
+    requests = min(BURST_REQUESTS, shape.blocks // request_blocks)
+    blocks = requests * request_blocks
+    return Burst(requests, request_blocks, Row(blocks * shape.block_size, blocks, "concurrent"))
 
 
 def longest_request(blocks: int) -> int:
@@ -117,6 +152,8 @@ def block_lists(row: Row, pool: int, rng: random.Random) -> tuple[list[int], lis
             _churned(pool, row.blocks, rng, decodes=True),
             _churned(pool, row.blocks, rng, decodes=False),
         )
+    if row.order == "concurrent":
+        return list(range(row.blocks)), list(range(row.blocks))
     local, remote = (rng.randint(0, pool - row.blocks) for _ in range(2))
     sides = [list(range(start, start + row.blocks)) for start in (local, remote)]
     if row.order == "reversed":

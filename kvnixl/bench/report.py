@@ -12,12 +12,19 @@ from typing import Any, Self
 
 import kvnixl
 from kvnixl.bench.machine import cpu_name, package_version, usable_cores
-from kvnixl.bench.paths import KVNIXL, MEMCPY, PLAIN, VERIFIED
+from kvnixl.bench.paths import BURST, KVNIXL, MEMCPY, PLAIN, VERIFIED
 from kvnixl.bench.plan import ORDERS, Plan, Row
 from kvnixl.bench.results import Results
 from kvnixl.bench.session import Listener
-from kvnixl.bench.tables import LEGEND, Table, main_table, verified_table
-from kvnixl.bench.wording import bytes_text, count_text, listed, seconds_text, times_text
+from kvnixl.bench.tables import LEGEND, Table, main_table, pull_table, verified_table
+from kvnixl.bench.wording import (
+    bytes_text,
+    count_text,
+    listed,
+    seconds_text,
+    three_digits,
+    times_text,
+)
 from kvnixl.bench.workers import Connected
 
 # Of a table that goes to a file or a pipe, and of text anywhere.
@@ -114,6 +121,24 @@ def _lease_check(results: Results) -> list[str]:
             )
         ]
     return []
+
+
+def _burst(results: Results) -> list[str]:
+    """Requests at once against one transfer of all their bytes."""
+    burst = results.plan.burst
+    ratio = results.ratio(burst.row, PLAIN, BURST)
+    ours, plain = results.figures(burst.row, BURST), results.figures(burst.row, PLAIN)
+    if ratio is None or ours is None or plain is None:
+        return []
+    size = burst.request_blocks * results.plan.shape.request_block_bytes
+    return [
+        (
+            f"{count_text(burst.requests, 'request')} of {bytes_text(size)} at once, from the "
+            f"first fetch to the last verified outcome: {three_digits(ours.gb_per_s)} GB/s, "
+            f"{'' if ratio.is_clear else '~'}{ratio.of_medians:.0%} of one transfer of the same "
+            f"bytes with NIXL's plain API ({three_digits(plain.gb_per_s)} GB/s)."
+        )
+    ]
 
 
 class Screen(Listener):
@@ -219,6 +244,24 @@ class Screen(Listener):
             self.line("Unfragmented requests, without and with the proof that no block was reused:")
             self.line("")
             self._show_table(verified)
+            self.line("")
+        pulled = pull_table(results)
+        if pulled.rows:
+            self.line("The whole pull path, from the offer to the verified outcome:")
+            self.line("")
+            self._show_table(pulled)
+            self.line("")
+            self._fact("block read", "kvnixl in the first table", dim=True)
+            self._fact(
+                "pull path",
+                "EmbeddedProducer.offer, and Reader.fetch to the verified outcome; how the "
+                "reference gets from one to the other is the server's matter and not in it",
+                dim=True,
+            )
+            self.line("")
+        for sentence in _burst(results):
+            for line in self._wrap(sentence):
+                self.line(line)
             self.line("")
         for sentence in conclusions(results):
             for line in self._wrap(sentence):

@@ -10,7 +10,7 @@ from typing import Any
 
 import kvnixl
 from kvnixl.bench.machine import machine_facts
-from kvnixl.bench.paths import KVNIXL, MEMCPY, PLAIN, VERIFIED, Sample
+from kvnixl.bench.paths import BURST, KVNIXL, MEMCPY, PLAIN, PULL, VERIFIED, Sample
 from kvnixl.bench.plan import ORDERS, Plan, Row
 from kvnixl.bench.workers import Connected, Turn, WrongRead
 
@@ -75,6 +75,7 @@ class Results:
 
     Attributes:
         turns: per row what was measured; each turn holds one sample per path.
+        burst_turns: the same of the requests at once.
         connected: how the processes met; ``None`` when it did not come to that.
         wrong: the first wrong byte. There are no figures to trust then.
         seconds: how long the measurement took.
@@ -84,10 +85,15 @@ class Results:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.turns: dict[Row, list[Turn]] = {row: [] for row in plan.rows}
+        self.burst_turns: list[Turn] = []
         self.connected: Connected | None = None
         self.wrong: WrongRead | None = None
         self.seconds = 0.0
         self.peak_memory: dict[str, int] = {}
+
+    def turns_of(self, row: Row) -> list[Turn]:
+        """What was measured of a row, or of the burst's."""
+        return self.burst_turns if row == self.plan.burst.row else self.turns[row]
 
     def request_bytes(self, row: Row) -> int:
         return row.blocks * self.plan.shape.request_block_bytes
@@ -97,7 +103,7 @@ class Results:
         return row.blocks * self.plan.shape.layers
 
     def samples(self, row: Row, path: str) -> list[Sample]:
-        return [turn[path] for turn in self.turns[row] if path in turn]
+        return [turn[path] for turn in self.turns_of(row) if path in turn]
 
     def figures(self, row: Row, path: str) -> Figures | None:
         """``None`` when the row was not measured on that path."""
@@ -120,7 +126,7 @@ class Results:
         """How many times as long ``path`` takes as ``base``."""
         pairs = [
             (turn[path].seconds, turn[base].seconds)
-            for turn in self.turns[row]
+            for turn in self.turns_of(row)
             if path in turn and base in turn
         ]
         if not pairs:
@@ -137,9 +143,10 @@ class Results:
 
     @property
     def checked(self) -> tuple[int, int]:
-        """Transfers and bytes that were checked, without the two of the start."""
+        """Transfers and bytes that were checked, without those of the start."""
         transfers = num_bytes = 0
-        for row, turns in self.turns.items():
+        for row in (*self.turns, self.plan.burst.row):
+            turns = self.turns_of(row)
             count = sum(len(turn) - (MEMCPY in turn) for turn in turns)
             transfers += count
             num_bytes += count * self.request_bytes(row)
@@ -190,12 +197,26 @@ def document(results: Results, started: str) -> dict[str, Any]:
         "prepare_s": None if met is None else met.prepare_s,
         "orders": ORDERS,
         "rows": [_row_document(results, row) for row in plan.rows],
+        "burst": {
+            "requests": plan.burst.requests,
+            "blocks_per_request": plan.burst.request_blocks,
+            **_row_document(results, plan.burst.row),
+        },
     }
+
+
+_COMPARED = (
+    (PLAIN, KVNIXL),
+    (VERIFIED, KVNIXL),
+    (PULL, KVNIXL),
+    (BURST, PLAIN),
+    (KVNIXL, MEMCPY),
+)
 
 
 def _row_document(results: Results, row: Row) -> dict[str, Any]:
     paths = {}
-    for path in (KVNIXL, PLAIN, VERIFIED, MEMCPY):
+    for path in (KVNIXL, PLAIN, VERIFIED, PULL, BURST, MEMCPY):
         figures = results.figures(row, path)
         if figures is not None:
             paths[path] = asdict(figures)
@@ -203,7 +224,7 @@ def _row_document(results: Results, row: Row) -> dict[str, Any]:
             if path == MEMCPY:
                 del paths[path]["descs"]
     ratios = {}
-    for path, base in ((PLAIN, KVNIXL), (VERIFIED, KVNIXL), (KVNIXL, MEMCPY)):
+    for path, base in _COMPARED:
         ratio = results.ratio(row, path, base)
         if ratio is not None:
             ratios[f"{path}/{base}"] = asdict(ratio)

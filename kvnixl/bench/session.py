@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing as mp
 import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvnixl.bench.plan import Plan, Row, block_lists, row_rng
-from kvnixl.bench.processes import Child, interrupts_held
+from kvnixl.bench.processes import Child, Factory, interrupts_held
 from kvnixl.bench.results import Results
 from kvnixl.bench.workers import BytePlace, Connected, Producer, Reader, WrongRead
 
 # A row is visited at least so often, unless the requests are too slow for that, so that what
 # disturbs the machine for a while disturbs all rows.
 VISITS_PER_ROW = 5
+# A visit of the requests at once takes as long as so many others: a turn of theirs is a long one.
+BURST_SHARE = 3
 
 
 class Listener:
@@ -31,9 +34,16 @@ class Listener:
 @contextmanager
 def _children(plan: Plan) -> Iterator[tuple[Child, Child]]:
     children: list[Child] = []
+    ends = mp.get_context("spawn").Pipe()
     try:
-        for role, side in (("producer", Producer), ("reader", Reader)):
-            children.append(Child(role, functools.partial(side, plan.shape, plan.seed)))
+        factories: list[tuple[str, Factory]] = [
+            ("producer", functools.partial(Producer, plan.shape, plan.seed, ends[0])),
+            ("reader", functools.partial(Reader, plan.shape, plan.seed, ends[1])),
+        ]
+        for role, factory in factories:
+            children.append(Child(role, factory))
+        for end in ends:
+            end.close()  # only the children have them, so that they end with the children
         for child in children:
             child.wait_ready()
         yield children[0], children[1]
@@ -74,10 +84,11 @@ def _measure(
     progress: Callable[[float, Row], None],
 ) -> None:
     started = time.monotonic()
-    visit_seconds = plan.seconds / len(plan.rows) / VISITS_PER_ROW
+    visit_seconds = plan.seconds / (len(plan.rows) + BURST_SHARE) / VISITS_PER_ROW
+    burst = plan.burst.row
     limit = plan.requests
     round_number = 0
-    unfinished = list(plan.rows)
+    unfinished: list[Row] = [*plan.rows, burst]
     while unfinished:
         round_number += 1
         # Every round has a content of its own.
@@ -88,21 +99,26 @@ def _measure(
             if round_number > 1 and elapsed >= plan.seconds:
                 return
             progress(_share_done(plan, results, elapsed), row)
-            wanted = None if limit is None else limit - len(results.turns[row])
-            turns = reader.call("measure", row, round_number, visit_seconds, wanted)
+            turns_before = results.turns_of(row)
+            wanted = None if limit is None else limit - len(turns_before)
+            seconds = visit_seconds * (BURST_SHARE if row == burst else 1)
+            turns = reader.call("measure", row, round_number, seconds, wanted)
             results.seconds = time.monotonic() - started
             if isinstance(turns, WrongRead):
                 results.wrong = turns
                 return
-            results.turns[row] += turns
-        unfinished = [row for row in unfinished if limit is None or len(results.turns[row]) < limit]
+            turns_before += turns
+        unfinished = [
+            row for row in unfinished if limit is None or len(results.turns_of(row)) < limit
+        ]
 
 
 def _share_done(plan: Plan, results: Results, elapsed: float) -> float:
     share = elapsed / plan.seconds
     if plan.requests is not None:
-        done = sum(len(turns) for turns in results.turns.values())
-        share = max(share, done / (plan.requests * len(plan.rows)))
+        wanted = [*plan.rows, plan.burst.row]
+        done = sum(len(results.turns_of(row)) for row in wanted)
+        share = max(share, done / (plan.requests * len(wanted)))
     return min(share, 1.0)
 
 

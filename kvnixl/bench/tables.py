@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvnixl.bench.paths import KVNIXL, MEMCPY, PLAIN, VERIFIED
+from kvnixl.bench.paths import KVNIXL, MEMCPY, PLAIN, PULL, VERIFIED
 from kvnixl.bench.plan import Row
 from kvnixl.bench.results import Figures, Results
 from kvnixl.bench.wording import seconds_text, three_digits, times_text
@@ -138,13 +138,8 @@ def main_table(results: Results) -> Table:
     """kvnixl, the plain API and memcpy, per request length and kind of block list."""
     cells = _Cells(results)
     rows = [row for row, turns in results.turns.items() if turns]
-    first_of_order = {row.order: row for row in reversed(rows)}
-
-    def order(row: Row) -> str:
-        return row.order if first_of_order[row.order] is row else ""
-
     columns = [
-        Column("block\nlists", 99, order, right=False),
+        _order_column(rows),
         Column("\ntokens", 98, lambda row: f"{row.tokens:,}"),
         Column("\nMB", 3, lambda row: three_digits(results.request_bytes(row) / 1e6)),
         Column("\nrequests", 2, cells.figure(KVNIXL, lambda f: f"{f.requests:,}")),
@@ -160,10 +155,24 @@ def main_table(results: Results) -> Table:
         Column("memcpy\nGB/s", 60, cells.rate(MEMCPY)),
         Column("speed-\nup", 95, cells.ratio(PLAIN, KVNIXL)),
     ]
-    breaks = {
+    return Table(columns, rows, _breaks(rows))
+
+
+def _order_column(rows: Sequence[Row]) -> Column:
+    """Names each kind of block list once."""
+    first_of_order = {row.order: row for row in reversed(rows)}
+
+    def order(row: Row) -> str:
+        return row.order if first_of_order[row.order] is row else ""
+
+    return Column("block\nlists", 99, order, right=False)
+
+
+def _breaks(rows: Sequence[Row]) -> set[int]:
+    """Where another kind of block list begins."""
+    return {
         number for number in range(1, len(rows)) if rows[number].order != rows[number - 1].order
     }
-    return Table(columns, rows, breaks)
 
 
 def verified_table(results: Results) -> Table:
@@ -178,3 +187,17 @@ def verified_table(results: Results) -> Table:
         ]
     columns.append(Column("verified/\nunverified", 95, cells.ratio(VERIFIED, KVNIXL)))
     return Table(columns, [row for row in results.turns if results.samples(row, VERIFIED)])
+
+
+def pull_table(results: Results) -> Table:
+    """The whole pull path, and the part of it that `main_table` has."""
+    cells = _Cells(results)
+    rows = [row for row in results.turns if results.samples(row, PULL)]
+    columns = [_order_column(rows), Column("\ntokens", 98, lambda row: f"{row.tokens:,}")]
+    for path, title in ((KVNIXL, "block read"), (PULL, "pull path")):
+        columns += [
+            Column(f"{title}\np50", 90, cells.p50(path)),
+            Column(f"{title}\np99", 10, cells.p99(path)),
+        ]
+    columns.append(Column("pull path/\nblock read", 95, cells.ratio(PULL, KVNIXL)))
+    return Table(columns, rows, _breaks(rows))

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvnixl.bench.models import MODELS
-from kvnixl.bench.paths import KVNIXL, MEMCPY, PLAIN, VERIFIED
+from kvnixl.bench.paths import BURST, KVNIXL, MEMCPY, PLAIN, PULL, VERIFIED
 from kvnixl.bench.workers import WrongRead
 
 PATH_TITLES = {
     KVNIXL: "kvnixl",
     PLAIN: "NIXL's plain API",
     VERIFIED: "kvnixl and a lease check",
+    PULL: "kvnixl's producer and reader",
+    BURST: "kvnixl's producer and reader, with others at once",
     MEMCPY: "memcpy",
 }
 

@@ -9,7 +9,8 @@ import re
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from typing import TypeAlias
 
 import numpy as np
@@ -18,9 +19,11 @@ from kvnixl.agent import Agent
 from kvnixl.bench.cache import Cache, CacheShape
 from kvnixl.bench.content import Content, WrongByte
 from kvnixl.bench.paths import (
+    BURST,
     KVNIXL,
     MEMCPY,
     PLAIN,
+    PULL,
     VERIFIED,
     Exported,
     ExportedLeases,
@@ -31,10 +34,21 @@ from kvnixl.bench.paths import (
     Sample,
     VerifiedPath,
 )
-from kvnixl.bench.plan import Row, block_lists, longest_request, row_rng
+from kvnixl.bench.plan import Order, Row, block_lists, burst_of, longest_request, row_rng
+from kvnixl.bench.pull import BurstPath, OfferService, PullPath
+from kvnixl.compat import CompatibilityCheck
 from kvnixl.leases import LEASE_SLOT_BYTES, LeaseSlotAllocator, ProducerLeaseSlots
 
 NUM_LEASES = 64
+
+# How the requests of a row are fetched.
+_PATHS: dict[Order, tuple[str, ...]] = {
+    "unfragmented": (KVNIXL, PLAIN, MEMCPY, VERIFIED, PULL),
+    "reversed": (KVNIXL, PLAIN, MEMCPY),
+    "churned": (KVNIXL, PLAIN, MEMCPY),
+    "fragmented": (KVNIXL, PLAIN, MEMCPY, PULL),
+    "concurrent": (BURST, PLAIN),
+}
 
 Turn: TypeAlias = dict[str, Sample]
 
@@ -86,6 +100,10 @@ def _open_agent() -> Agent:
     return Agent.open()
 
 
+def _compat(shape: CacheShape) -> CompatibilityCheck:
+    return CompatibilityCheck({"program": "kvnixl.bench", **asdict(shape)})
+
+
 def peak_memory_bytes() -> int:
     """The largest resident size of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -122,9 +140,15 @@ class UcxLog:
 
 
 class Producer:
-    """Owns the blocks that are read."""
+    """Owns the blocks that are read.
 
-    def __init__(self, shape: CacheShape, seed: int, check_stop: Callable[[], None]) -> None:
+    Args:
+        offers: where the reader asks for offers.
+    """
+
+    def __init__(
+        self, shape: CacheShape, seed: int, offers: Connection, check_stop: Callable[[], None]
+    ) -> None:
         self._check_stop = check_stop
         self._log = UcxLog()
         self._cache = Cache(shape)
@@ -138,6 +162,9 @@ class Producer:
         )
         self._slots = ProducerLeaseSlots(NUM_LEASES)
         self._agent.register_memory([(self._slots.base_addr, NUM_LEASES * LEASE_SLOT_BYTES, 0)])
+        # The same memory: an agent of its own, so that none has it registered twice.
+        self._offer_agent = _open_agent()
+        self._offers = OfferService(self._offer_agent, self._cache, _compat(shape), offers)
 
     def export(self) -> Exported:
         """Arm the leases; what a reader needs."""
@@ -164,14 +191,22 @@ class Producer:
         return peak_memory_bytes()
 
     def close(self) -> None:
+        self._offers.close()
+        self._offer_agent.close()
         self._agent.close()
         self._slots.close()
 
 
 class Reader:
-    """Fetches blocks and checks them."""
+    """Fetches blocks and checks them.
 
-    def __init__(self, shape: CacheShape, seed: int, check_stop: Callable[[], None]) -> None:
+    Args:
+        offers: where the producer answers with offers.
+    """
+
+    def __init__(
+        self, shape: CacheShape, seed: int, offers: Connection, check_stop: Callable[[], None]
+    ) -> None:
         self._log = UcxLog()
         self._shape = shape
         self._seed = seed
@@ -185,6 +220,7 @@ class Reader:
                 for base, _, stride, count, device in self._cache.regions
             ]
         )
+        self._pull = PullPath(self._agent, self._cache, _compat(shape), offers)
         self._paths: dict[str, Path] = {}
         self._rngs: dict[Row, random.Random] = {}
         self._requests: dict[Row, int] = {}
@@ -199,6 +235,8 @@ class Reader:
             KVNIXL: kvnixl,
             PLAIN: plain,
             VERIFIED: VerifiedPath(kvnixl, agent, remote, exported.leases),
+            PULL: self._pull,
+            BURST: BurstPath(self._pull, burst_of(self._shape).request_blocks),
             MEMCPY: MemcpyPath(cache),
         }
         first: Sample | None = None
@@ -206,10 +244,11 @@ class Reader:
         for blocks in (1, longest):
             row = Row(blocks * self._shape.block_size, blocks, "unfragmented")
             ids = list(range(blocks))
-            sample = self._fetch(row, KVNIXL, ids, ids, generation)
-            if isinstance(sample, WrongRead):
-                return sample
-            first = first or sample
+            for name in (KVNIXL, PULL):
+                sample = self._fetch(row, name, ids, ids, generation)
+                if isinstance(sample, WrongRead):
+                    return sample
+                first = first or sample
         assert first is not None
         return Connected(
             first.seconds,
@@ -224,9 +263,7 @@ class Reader:
         """Fetch requests of a row, each on every path in a random order, for so many seconds, at
         least one. Every byte is checked after every fetch."""
         rng = self._rngs.setdefault(row, row_rng(self._seed, row))
-        names = [KVNIXL, PLAIN, MEMCPY]
-        if row.order == "unfragmented":
-            names.append(VERIFIED)
+        names = list(_PATHS[row.order])
         turns: list[Turn] = []
         end = time.monotonic() + seconds
         while True:
@@ -260,6 +297,6 @@ class Reader:
         return peak_memory_bytes()
 
     def close(self) -> None:
-        for path in reversed(self._paths.values()):
+        for path in reversed({PULL: self._pull, **self._paths}.values()):
             path.close()
         self._agent.close()
