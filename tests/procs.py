@@ -9,9 +9,11 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 REPLY_TIMEOUT_S = 30.0
@@ -100,7 +102,20 @@ class Child:
         self._process.join(5)
 
     def freeze(self) -> None:
+        """Stop it; returns once every thread of it stands still, not when the signal was sent."""
         os.kill(self.pid, signal.SIGSTOP)
+        until = time.monotonic() + REPLY_TIMEOUT_S
+        while not all(state == "T" for state in self._thread_states()):
+            if time.monotonic() > until:
+                raise TimeoutError(f"child {self.pid} did not stop in {REPLY_TIMEOUT_S} s")
+            time.sleep(0.0005)
+
+    def _thread_states(self) -> list[str]:
+        states = []
+        for stat in Path(f"/proc/{self.pid}/task").glob("*/stat"):
+            # The state follows the name, which is in parentheses and may contain any character.
+            states.append(stat.read_text().rpartition(")")[2].split()[0])
+        return states
 
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
