@@ -2,7 +2,9 @@
 # Formatting, linting and types; all settings are in pyproject.toml. `--fix` formats in place.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-bin=${BIN:-.venv/bin}
+bin=${BIN:-$PWD/.venv/bin}
+# Some tools run others by name (cython-lint calls pycodestyle).
+export PATH="$bin:$PATH"
 sources=(csrc/*.c csrc/*.h)
 
 if [ "${1:-}" = --fix ]; then
