@@ -10,13 +10,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
-
-from kvnixl.agent import Agent
-from kvnixl.layout import CacheLayout, layout_from_addresses
-from kvnixl.producer import Producer
+from kvnixl.bench.overhead import ProducerSide
 from kvnixl.wire import Outcome, encode_completion, encode_heartbeat
 
 FEW, MANY = 10, 100_000
@@ -26,52 +21,12 @@ CALLS = 20_000
 ROUNDS = 9
 
 
-class InstantAgent:
-    """As much of ``nixl_agent`` as a producer calls."""
-
-    name = "P"
-
-    def __init__(self) -> None:
-        self.inbox: dict[str, list[bytes]] = {}
-
-    def register_memory(self, reg_list: Any, mem_type: str | None = None) -> Any:
-        del mem_type
-        return reg_list
-
-    def deregister_memory(self, dereg_list: Any) -> None:
-        del dereg_list
-
-    def get_new_notifs(self) -> dict[str, list[bytes]]:
-        arrived, self.inbox = self.inbox, {}
-        return arrived
-
-
-class Side:
+class Side(ProducerSide):
     """A producer that holds ``leases`` requests under a lease and has heard `PEERS` peers."""
 
-    def __init__(self, layout: CacheLayout, leases: int) -> None:
-        self.raw = InstantAgent()
-        self.agent = Agent(self.raw)
-        self.producer = Producer(
-            self.agent, layout, engine_id="prefill", num_lease_slots=leases + BATCH
-        )
+    def __init__(self, leases: int) -> None:
+        super().__init__(leases, PEERS, spare=BATCH)
         self.leases = leases
-        self.nonce = 0
-        for slot in range(leases):
-            self.hold(f"held-{slot}", slot, 1e6)
-        for peer in range(PEERS):
-            self.producer.hold(f"read-by-{peer}", 1e6)
-            done = encode_completion(
-                Outcome.DONE, 1, sender=peer, sequence=1, request_ids=[f"read-by-{peer}"]
-            )
-            self.raw.inbox[f"D{peer}"] = [done]
-        assert len(self.producer.step()) == PEERS
-        assert len(self.producer) == leases
-
-    def hold(self, req_id: str, slot: int, seconds: float) -> tuple[int, int]:
-        self.nonce += 1
-        self.producer.hold(req_id, seconds, lease=(slot, self.nonce))
-        return slot, self.nonce
 
     def life(self) -> float:
         """Microseconds a lease from hold to report, `BATCH` of them in one step."""
@@ -95,10 +50,6 @@ class Side:
         assert self.producer.step() == []
         return (time.thread_time_ns() - begin) / BATCH / 1e3
 
-    def close(self) -> None:
-        self.producer.close()
-        self.agent.close()
-
 
 def nanoseconds(call: Callable[[], object]) -> float:
     begin = time.thread_time_ns()
@@ -112,11 +63,7 @@ def row(what: str, value: str, target: str = "") -> None:
 
 
 def main() -> None:
-    memory = np.zeros(4096, np.uint8)
-    layout = layout_from_addresses(
-        [memory.ctypes.data], block_len=64, num_blocks=64, block_size=16, num_kv_heads=1
-    )
-    few, many = Side(layout, FEW), Side(layout, MANY)
+    few, many = Side(FEW), Side(MANY)
     calls: dict[str, Callable[[], object]] = {
         "few": few.producer.step,
         "many": many.producer.step,

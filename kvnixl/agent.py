@@ -28,7 +28,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 
 import numpy as np
 
@@ -42,6 +42,7 @@ from kvnixl.errors import (
     ReleaseError,
     TransferError,
 )
+from kvnixl.outcomes import Telemetry
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -92,15 +93,6 @@ class NixlAgentLike(Protocol):
     def get_agent_metadata(self) -> bytes: ...
     def add_remote_agent(self, metadata: bytes) -> Any: ...
     def remove_remote_agent(self, agent: str) -> None: ...
-
-
-class Telemetry(NamedTuple):
-    """What NIXL measured of one transfer."""
-
-    desc_count: int  # descriptors left after merging
-    total_bytes: int
-    post_us: float  # duration of the posting call, microseconds
-    xfer_us: float  # from posting to completion, microseconds
 
 
 # --- opening --------------------------------------------------------------------------------------

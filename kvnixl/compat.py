@@ -43,7 +43,7 @@ ABSENT = "(absent)"
 _UNHASHED = ("model_revision", "model_commit")
 _MAX_REMEMBERED_WARNINGS = 1024
 _MAX_SHOWN_DIFFERENCES = 16
-_CONNECTOR_VERSIONS = {"0.32": NIXL_CONNECTOR_VERSION, "0.33": 15}
+_CONNECTOR_VERSIONS = {"0.31": 13, "0.32": NIXL_CONNECTOR_VERSION, "0.33": 15}
 
 
 class Difference(NamedTuple):
@@ -75,7 +75,7 @@ def compatibility_factors(
         attn_backend_name: the attention backend that writes the cache.
         transfer_mode: ``"pull"`` or ``"push"``; the two do not mix.
         vllm_version: defaults to the version of the imported vLLM.
-        connector_version: the NixlConnector protocol of that vLLM; known for 0.32 and 0.33.
+        connector_version: the NixlConnector protocol of that vLLM; known for 0.31 to 0.33.
 
     Returns:
         The hashed factors, and ``model_revision`` and ``model_commit``, which are not hashed.

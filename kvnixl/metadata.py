@@ -164,6 +164,8 @@ class KvNixlExtension(Struct, kw_only=True):
         incarnation: a random number drawn at each start of the engine, 0 < n < 2**63.
         lease_slots: the lease-slot words of this worker, or ``None`` if it exports none.
         factors: the JSON text of the sender's compatibility factors (`kvnixl.compat`).
+        packing: how the sender's attention backend packs a block (`CacheLayout.packing`), where
+            that differs between machines.
     """
 
     protocol: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] = KVNIXL_PROTOCOL_VERSION
@@ -173,6 +175,7 @@ class KvNixlExtension(Struct, kw_only=True):
     incarnation: _Positive
     lease_slots: LeaseSlotRegion | None = None
     factors: Annotated[str, Meta(max_length=MAX_FACTORS_CHARS)] | None = None
+    packing: Annotated[str, Meta(max_length=64)] = ""
 
 
 class NixlAgentMetadata(Struct):

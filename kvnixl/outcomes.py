@@ -6,10 +6,11 @@ import enum
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvnixl.topology import UnfilledTokens
 
-__all__ = ["FailureCause", "ReadOutcome", "ReaderCounters", "Stage"]
+__all__ = ["FailureCause", "ReadOutcome", "ReaderCounters", "Stage", "Telemetry"]
 
 
 class Stage(enum.StrEnum):
@@ -39,6 +40,22 @@ class FailureCause(enum.StrEnum):
     TIMEOUT = "timeout"
 
 
+class Telemetry(NamedTuple):
+    """What NIXL measured of one transfer.
+
+    Attributes:
+        desc_count: descriptors left after merging.
+        total_bytes: of the transfer.
+        post_us: duration of the posting call, microseconds.
+        xfer_us: from posting to completion, microseconds.
+    """
+
+    desc_count: int
+    total_bytes: int
+    post_us: float
+    xfer_us: float
+
+
 @dataclass(frozen=True, slots=True)
 class ReadOutcome:
     """The end of a request. Its blocks belong to the caller again.
@@ -52,6 +69,8 @@ class ReadOutcome:
         ended_in: the stage in which it ended.
         num_bytes: bytes that were asked for.
         num_descs: descriptors that were posted for them, after merging.
+        num_descs_before: pairs of local and remote pieces that they were merged from.
+        transfers: NIXL's figures of the transfers that were done, as far as it measured them.
         seconds: time spent in each stage.
         unfilled: tokens of its blocks that the remote blocks do not have.
     """
@@ -64,6 +83,8 @@ class ReadOutcome:
     ended_in: Stage = Stage.HANDSHAKE
     num_bytes: int = 0
     num_descs: int = 0
+    num_descs_before: int = 0
+    transfers: tuple[Telemetry, ...] = ()
     seconds: Mapping[Stage, float] = field(default_factory=dict)
     unfilled: tuple[UnfilledTokens, ...] = ()
 

@@ -337,6 +337,7 @@ class Producer:
                 incarnation=self.incarnation,
                 lease_slots=slots,
                 factors=self._factors,
+                packing=self._layout.packing,
             ),
             **self._layout.metadata_fields(),
         )
@@ -718,7 +719,7 @@ def transfer_reference(
     block_ids: Sequence[BlockIdList],
     num_tokens: int,
     address: tuple[str, int],
-    expires_at: float,
+    expires_at: float | None,
     lease: tuple[int, int] | None = None,
     tp_size: int = 1,
     dcp_size: int = 1,
@@ -734,7 +735,8 @@ def transfer_reference(
         block_ids: logical block ids per cache group.
         num_tokens: tokens whose KV the blocks hold.
         address: (host, port) of its side channel.
-        expires_at: when the lease ends, on the clock that the side channel sends.
+        expires_at: when the lease ends, on the clock that the side channel sends; ``None`` if it
+            is kept alive by heartbeats and no reader should decide by it.
         lease: ``(slot, nonce)``.
         tp_size, dcp_size, pp_size: how the engine is sharded.
     """

@@ -55,7 +55,7 @@ from kvnixl.handshake import PeerAddress
 from kvnixl.layout import CacheLayout
 from kvnixl.leases import DEFAULT_NUM_CELLS, LeaseVerifier
 from kvnixl.metadata import Lease, TransferParams
-from kvnixl.outcomes import FailureCause, ReaderCounters, ReadOutcome, Stage
+from kvnixl.outcomes import FailureCause, ReaderCounters, ReadOutcome, Stage, Telemetry
 from kvnixl.remotes import (
     Handshakes,
     Incarnation,
@@ -90,6 +90,11 @@ DEFAULT_MAX_INFLIGHT_DESCS: Final = 1 << 17
 _HANDSHAKE_GRACE_S: Final = 1.0
 _CLOSE_INTERVAL_S: Final = 0.001
 
+# READs that are prepared before the first of them is posted: few enough that a network card, which
+# moves bytes by itself, gets its first ones without delay.
+_BATCH_READS: Final = 16
+_BATCH_BLOCK_PAIRS: Final = 8192
+
 _NOTIFIED_AS: Final = {
     Stage.DONE: Outcome.DONE,
     Stage.ABORTED: Outcome.RELEASED,
@@ -109,6 +114,7 @@ class _Part:
     num_bytes: int
     ids: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None = None
     num_descs: int = 0
+    num_pairs: int = 0
     transfer: Transfer | None = None
     notifies: bool = False
     budgeted: bool = False
@@ -131,11 +137,14 @@ class _Request:
     pairs: BlockPairs | None = None
     verify: bool = False
     lease: Lease | None = None
+    read_ranks: tuple[int, ...] = ()
     unposted: list[_Part] = field(default_factory=list)
     posted: dict[int, _Part] = field(default_factory=dict)  # by remote rank; NIXL has them
     num_bytes: int = 0
     bytes_left: int = 0  # not posted yet
     num_descs: int = 0
+    num_descs_before: int = 0
+    transfers: list[Telemetry] = field(default_factory=list)
     notified: set[int] = field(default_factory=set)
     # How it will end once its transfers are over.
     ending: tuple[Stage, FailureCause | None, str] | None = None
@@ -548,6 +557,22 @@ class Reader:
         return self._remotes.closing
 
     @property
+    def num_overdue(self) -> int:
+        """How many requests `overdue` has; costs nothing while nothing is in flight."""
+        return len(self.overdue()) if self._in_flight else 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether ``step()`` has work that no request stands for: meeting a remote engine ahead of
+        time, or to tell it that its blocks are not needed."""
+        return self._remotes.meeting
+
+    @property
+    def quarantined_cells(self) -> int:
+        """Landing cells that are out of use because NIXL may still write them."""
+        return 0 if self._verifier is None else self._verifier.quarantined_cells
+
+    @property
     def bytes_in_flight(self) -> int:
         """What counts against ``max_inflight_bytes``."""
         return self._flow.bytes_in_flight
@@ -632,16 +657,27 @@ class Reader:
     # --- stages ---------------------------------------------------------------------------------
 
     def _enter(self, request: _Request, stage: Stage, now: float) -> None:
-        seconds = request.seconds
-        seconds[request.stage] = seconds.get(request.stage, 0.0) + now - request.stage_since
+        self._leave_stage(request)
         request.stage = stage
-        request.stage_since = now
         self._arm(request, now)
 
+    def _leave_stage(self, request: _Request) -> None:
+        # Not the time of the step: in one step a request may pass several stages, and NIXL may copy
+        # for long inside a call.
+        now = self._clock()
+        spent = now - request.stage_since
+        request.seconds[request.stage] = request.seconds.get(request.stage, 0.0) + spent
+        request.stage_since = now
+
     def _arm(self, request: _Request, now: float) -> None:
-        self._deadlines.remove(request.req_id)
+        req_id, deadlines = request.req_id, self._deadlines
         deadline = min(request.deadline, now + self._stage_timeouts[request.stage])
-        self._deadlines.add(request.req_id, deadline)
+        before = deadlines.deadline(req_id)
+        if before is not None and before <= deadline:
+            deadlines.extend(req_id, deadline)  # cheaper than a new entry
+            return
+        deadlines.remove(req_id)
+        deadlines.add(req_id, deadline)
 
     def _expire(self, request: _Request, now: float) -> None:
         if now >= request.deadline:
@@ -685,6 +721,7 @@ class Reader:
             if num_bytes:
                 request.unposted.append(_Part(request, read.remote_rank, rank, num_bytes))
                 request.num_bytes += num_bytes
+        request.read_ranks = tuple(part.tp_rank for part in request.unposted)
         request.bytes_left = request.num_bytes
         if not request.unposted:
             self._finish(request, (Stage.DONE, None, ""), now, verified=True)
@@ -703,7 +740,7 @@ class Reader:
             self._verifier.add_checks(
                 request.req_id,
                 incarnation.name,
-                [part.tp_rank for part in request.unposted],
+                request.read_ranks,
                 *request.lease,
             )
             return True
@@ -725,14 +762,34 @@ class Reader:
     # --- posting --------------------------------------------------------------------------------
 
     def _post_reads(self, now: float) -> None:
+        """Post what the budget has room for.
+
+        In batches, each step of the work for all of a batch: between processes of one machine NIXL
+        copies inside the posting call, and after each copy the processor's caches hold nothing of
+        the code and data that were used before it.
+        """
+        while made := self._make_reads(now):
+            states = [self._post(part, now) for part in made]
+            for part, state in zip(made, states, strict=True):
+                if state not in ("PROC", "PEND"):
+                    self._conclude(part, state, now)
+
+    def _make_reads(self, now: float) -> list[_Part]:
+        """The next batch, ready to be posted; empty if the budget has no room for any."""
         flow = self._flow
-        while (req_id := flow.next(now)) is not None:
+        made: list[_Part] = []
+        block_pairs = 0
+        while len(made) < _BATCH_READS and block_pairs < _BATCH_BLOCK_PAIRS:
+            req_id = flow.next(now)
+            if req_id is None:
+                break
             request = self._requests[req_id]
             part = request.unposted[-1]
             if part.ids is None and not self._build_ids(part, now):
                 continue
             if not flow.fits(part.num_bytes, part.num_descs):
-                return
+                break
+            block_pairs += part.num_pairs
             request.unposted.pop()
             request.bytes_left -= part.num_bytes
             if request.unposted:
@@ -741,7 +798,9 @@ class Reader:
                 flow.remove(req_id)
             if request.stage is Stage.QUEUED:
                 self._enter(request, Stage.READING, now)
-            self._post(part, now)
+            if self._make(part, now):
+                made.append(part)
+        return made
 
     def _build_ids(self, part: _Part, now: float) -> bool:
         request, rank = part.request, part.rank
@@ -758,9 +817,11 @@ class Reader:
             self._fail(request, FailureCause.BLOCKS, str(error), now)
             return False
         part.ids = (local, remote)
+        part.num_pairs = len(local)
         return True
 
-    def _post(self, part: _Part, now: float) -> None:
+    def _make(self, part: _Part, now: float) -> bool:
+        """Whether the transfer could be made; the request failed otherwise."""
         request, rank = part.request, part.rank
         incarnation = request.incarnation
         assert incarnation is not None
@@ -778,25 +839,32 @@ class Reader:
         local_ids, remote_ids = part.ids
         part.ids = None
         try:
-            transfer = part.transfer = self._agent.make_prepped_xfer(
+            part.transfer = self._agent.make_prepped_xfer(
                 "READ", rank.local.prepared, local_ids, rank.prepared, remote_ids, notification
             )
         except KvNixlError as error:
             self._read_failed(part, error, now)
-            return
+            return False
         request.posted[part.tp_rank] = part
         self._in_flight[id(part)] = part
         self._flow.take(part.num_bytes, part.num_descs)
         part.budgeted = True
+        return True
+
+    def _post(self, part: _Part, now: float) -> str:
+        """The transfer's state."""
+        request, transfer = part.request, part.transfer
+        assert transfer is not None
+        if request.ending is not None:  # by what became of another READ of the batch
+            return "ERR"
         request.num_descs += part.num_descs
+        request.num_descs_before += part.num_pairs
         self.counters.descs_posted += part.num_descs
         try:
-            state: str = transfer.post()
+            return transfer.post()
         except AgentError as error:
             self._read_failed(part, error, now)
-            state = "ERR"
-        if state not in ("PROC", "PEND"):
-            self._conclude(part, state, now)
+            return "ERR"
 
     def _read_failed(self, part: _Part, error: KvNixlError, now: float) -> None:
         incarnation = part.request.incarnation
@@ -844,8 +912,12 @@ class Reader:
         """NIXL reported an end: give the handle back, and with it the memory."""
         transfer = part.transfer
         assert transfer is not None
-        if state == "DONE" and part.notifies:
-            part.request.notified.add(part.tp_rank)
+        if state == "DONE":
+            if part.notifies:
+                part.request.notified.add(part.tp_rank)
+            telemetry = transfer.telemetry()
+            if telemetry is not None:
+                part.request.transfers.append(telemetry)
         # What NIXL cannot say the state of is not released, and so keeps the blocks.
         if transfer.close():
             self._part_over(part, now)
@@ -889,24 +961,12 @@ class Reader:
         for req_id in verified:
             request = self._requests.get(req_id)
             if request is not None and request.stage is Stage.VERIFYING:
-                request.notified.update(self._read_ranks(request))
+                request.notified.update(request.read_ranks)  # the slot READs told them
                 self._finish(request, (Stage.DONE, None, ""), now, verified=True)
         for req_id, reason in failed.items():
             request = self._requests.get(req_id)
             if request is not None:
                 self._fail(request, FailureCause.LEASE_ENDED, reason, now)
-
-    @staticmethod
-    def _read_ranks(request: _Request) -> list[int]:
-        """Ranks of which the request read something: those that the slot READs have notified."""
-        incarnation, pairs = request.incarnation, request.pairs
-        assert incarnation is not None
-        assert pairs is not None
-        return [
-            read.remote_rank
-            for read in incarnation.plan.reads
-            if any(pairs.local[i].size for i in read.block_lists)
-        ]
 
     def _slot_read_notification(self, name: str, tp_rank: int, req_ids: list[str]) -> bytes:
         """What rides on a slot READ: all these requests were read."""
@@ -949,8 +1009,7 @@ class Reader:
     ) -> None:
         req_id = request.req_id
         stage, cause, reason = ending
-        seconds = request.seconds
-        seconds[request.stage] = seconds.get(request.stage, 0.0) + now - request.stage_since
+        self._leave_stage(request)
         del self._requests[req_id]
         self._deadlines.remove(req_id)
         incarnation = request.incarnation
@@ -980,7 +1039,9 @@ class Reader:
                 ended_in=request.stage,
                 num_bytes=request.num_bytes,
                 num_descs=request.num_descs,
-                seconds=seconds,
+                num_descs_before=request.num_descs_before,
+                transfers=tuple(request.transfers),
+                seconds=request.seconds,
                 unfilled=() if request.pairs is None else request.pairs.unfilled,
             )
         )
@@ -999,14 +1060,13 @@ class Reader:
     ) -> None:
         """Tell the ranks that were not told yet that this request needs their blocks no more."""
         assert request.meta is not None
-        outcome = _NOTIFIED_AS[stage]
-        self._notify(
-            incarnation,
-            [rank for rank in incarnation.plan.ranks if rank not in request.notified],
-            outcome,
-            PendingRelease(request.meta.request_id, request.lease),
-            now,
-        )
+        release = PendingRelease(request.meta.request_id, request.lease)
+        if incarnation.gone and stage is not Stage.DONE and not self.closed:
+            # If the engine was restarted, it is the new start that holds the blocks.
+            self._release_at(incarnation.remote, release, now)
+            return
+        ranks = [rank for rank in incarnation.plan.ranks if rank not in request.notified]
+        self._notify(incarnation, ranks, _NOTIFIED_AS[stage], release, now)
 
     def _release_at(self, remote: Remote, release: PendingRelease, now: float) -> None:
         current = remote.current

@@ -356,6 +356,15 @@ class Remotes:
             self._to_meet or self._meeting or self._closing or self._touching or self._replaced
         )
 
+    @property
+    def meeting(self) -> bool:
+        """Whether a handshake is under way or due.
+
+        Not what waits for transfers in flight: a peer that hangs never ends those, and a caller
+        that steps for as long as this holds would do so for ever.
+        """
+        return bool(self._meeting) or any(r.closing is None for r in self._to_meet.values())
+
     def step(self, now: float) -> list[Met | NotMet | Replaced]:
         """Move everything on."""
         events: list[Met | NotMet | Replaced] = []
@@ -488,7 +497,12 @@ class Remotes:
     # loading
 
     def _load(self, remote: Remote, metadata: dict[int, NixlAgentMetadata]) -> Incarnation:
-        layouts = {rank: layout_from_metadata(m, self._layout) for rank, m in metadata.items()}
+        layouts = {
+            rank: layout_from_metadata(
+                m, self._layout, packing="" if m.kvnixl is None else m.kvnixl.packing
+            )
+            for rank, m in metadata.items()
+        }
         for exported in metadata.values():
             check_parallel_sizes(
                 remote_dcp_size=exported.dcp_size, remote_pcp_size=exported.pcp_size

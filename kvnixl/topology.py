@@ -864,23 +864,24 @@ class _Side:
                 f"{self.name} block ids of group {group} must be a list of integers, not "
                 f"{ids.ndim}-dimensional {ids.dtype}"
             )
+        signed = ids.astype(np.int64, copy=False)
         if not ids.size:
-            return ids.astype(np.int64)
+            return signed
         limit = self._num_blocks[group]
-        if int(ids.min()) < 0 or int(ids.max()) >= limit:
+        # One pass: seen as unsigned, a negative id is too large as well.
+        if int(signed.view(np.uint64).max()) >= limit:
             wrong = next(int(i) for i in ids if not 0 <= int(i) < limit)
             raise BlockListError(
                 f"{self.name} block {wrong} of group {group} does not exist; the {self.name} cache "
                 f"has {limit} blocks"
             )
-        ids = ids.astype(np.int64)
         parts = self.layout.kernel_blocks_per_block
         if parts == 1:
-            return ids
-        return (ids[:, None] * parts + np.arange(parts)).ravel()
+            return signed
+        return (signed[:, None] * parts + np.arange(parts)).ravel()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: that doubles what making one costs
 class _Span:
     """One cache group of a request: where its block lists stand in the sequence.
 
@@ -936,7 +937,7 @@ class _Span:
                 yield UnfilledTokens(self.group, int(self.local_ids[block]), start, stop)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Request:
     """The block lists of a request, and what is known of their place in the sequence."""
 

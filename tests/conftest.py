@@ -8,6 +8,13 @@ from typing import Any
 import pytest
 
 from tests.procs import Child
+from tests.vllm_pairs import (  # noqa: F401 (fixtures for all tests)
+    make_prompt,
+    start_engine,
+    vllm_engines,
+    vllm_pair,
+    vllm_reference,
+)
 
 
 @pytest.fixture

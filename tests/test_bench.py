@@ -23,14 +23,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvnixl.bench import cli, plan
+from kvnixl.bench import cli, overhead, plan
 from kvnixl.bench.cache import Cache, CacheShape
 from kvnixl.bench.content import Content
 from kvnixl.bench.models import DTYPE_BYTES, MODELS
-from kvnixl.bench.paths import BURST, KVNIXL, MEMCPY, PLAIN, PULL, VERIFIED, Sample
+from kvnixl.bench.overhead import Overhead, measure_overheads
+from kvnixl.bench.paths import (
+    BURST,
+    KVNIXL,
+    MEMCPY,
+    PLAIN,
+    PLAIN_BURST,
+    PULL,
+    VERIFIED,
+    Sample,
+)
 from kvnixl.bench.processes import Child, ChildError
 from kvnixl.bench.results import Results, percentile
-from kvnixl.bench.tables import main_table
+from kvnixl.bench.tables import main_table, overhead_table
 from kvnixl.bench.wording import bytes_text, count_text, listed, seconds_text
 from kvnixl.errors import KvNixlError
 
@@ -302,6 +312,76 @@ def test_numbers_in_words() -> None:
     assert seconds_text(0.9999) == "1.00 s"
     assert listed(["a"]) == "a"
     assert listed(["a", "b", "c"]) == "a, b and c"
+
+
+# --- kvnixl's own work ----------------------------------------------------------------------------
+
+TINY_SCALE = plan.OverheadScale(regions=2, request_blocks=6, leases=20, peers=3, samples=20)
+
+
+def test_own_work_is_measured_for_both_kinds_of_lists_and_both_idle_sides() -> None:
+    figures = measure_overheads(TINY_SCALE)
+    assert [figure.what for figure in figures] == [
+        "request, 2 regions x 6 blocks, contiguous",
+        "request, 2 regions x 6 blocks, fragmented",
+        "idle step of a producer, 20 leases, 3 peers",
+        "idle step of a reader, 3 peers",
+    ]
+    for request in figures[:2]:
+        assert request.samples == 20
+        assert request.p99_s is not None
+        assert 0 < request.p50_s <= request.p99_s
+    for idle in figures[2:]:
+        assert idle.p50_s > 0
+        assert idle.p99_s is None, "too short to be timed one by one"
+
+
+def test_own_work_has_targets_at_the_full_scale_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [figure.target_s for figure in measure_overheads(TINY_SCALE)] == [None] * 4
+    monkeypatch.setattr(overhead, "FULL_SCALE", TINY_SCALE)
+    targets = [figure.target_s for figure in measure_overheads(TINY_SCALE)]
+    assert targets == [400e-6, 2e-3, 2e-6, 2e-6]
+
+
+def test_the_full_scale_is_what_the_targets_are_for() -> None:
+    full = plan.FULL_SCALE
+    assert (full.regions, full.request_blocks, full.leases, full.peers) == (160, 512, 100_000, 1000)
+
+
+def test_only_a_quick_run_measures_own_work_at_a_smaller_scale() -> None:
+    parser = cli._parser()
+    assert cli._make_plan(parser.parse_args([]), parser).overhead == plan.FULL_SCALE
+    quick = cli._make_plan(parser.parse_args(["--quick"]), parser).overhead
+    assert quick == plan.QUICK_SCALE
+    assert quick.regions * quick.request_blocks < 160 * 512
+    assert quick.leases < 100_000
+
+
+@pytest.mark.parametrize("scale", [TINY_SCALE, plan.QUICK_SCALE, plan.FULL_SCALE])
+def test_fragmented_requests_have_no_neighbours_and_contiguous_ones_only_neighbours(
+    scale: plan.OverheadScale,
+) -> None:
+    for side in overhead.block_lists(scale, fragmented=False):
+        assert len(side) == scale.request_blocks
+        assert set(np.diff(side)) == {1}
+        assert set(side) <= set(range(scale.num_blocks))
+    for side in overhead.block_lists(scale, fragmented=True):
+        assert len(side) == scale.request_blocks
+        assert np.diff(sorted(side)).min() > 1
+        assert set(side) <= set(range(scale.num_blocks))
+
+
+def test_the_table_of_own_work_shows_targets_where_there_are_any() -> None:
+    results, _ = results_of([0.001], [0.002])
+    results.overheads = [
+        Overhead("a request", 200, 190e-6, 250e-6, 400e-6),
+        Overhead("an idle step", 20_000, 0.5e-6, None, None),
+    ]
+    table = overhead_table(results)
+    assert [[column.cell(row) for column in table.columns] for row in table.rows] == [
+        ["a request", "190 us", "250 us", "400 us"],
+        ["an idle step", "0.50 us", "-", "-"],
+    ]
 
 
 # --- bad arguments --------------------------------------------------------------------------------
@@ -595,7 +675,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, str, d
     """A short run into a pipe: exit code, output, errors, JSON."""
     path = tmp_path_factory.mktemp("bench") / "figures.json"
     before = orphaned_shared_memory()
-    run = Piped("--seconds=2", "--requests=20", "--seed=3", f"--json={path}")
+    run = Piped("--quick", "--requests=20", "--seed=3", f"--json={path}")
     try:
         code, out, err = run.end()
     finally:
@@ -621,9 +701,19 @@ def test_a_run_says_what_it_does_and_what_it_found(
     assert "pull path/" in rest
     assert re.search(
         r"8 requests of 256 KiB at once, [a-z ]+: [\d.]+ GB/s, ~?\d+% of one transfer of the same "
-        r"bytes",
+        r"bytes with NIXL's plain API \([\d.]+ GB/s\)\. With a transfer for each request, "
+        r"unverified, the plain API moves [\d.]+ GB/s\.",
         rest.replace("\n", " "),
     )
+    own_work = rest.partition("What kvnixl itself costs")[2].splitlines()
+    for what in (
+        "request, 16 regions x 64 blocks, contiguous",
+        "request, 16 regions x 64 blocks, fragmented",
+        "idle step of a producer, 1,000 leases, 50 peers",
+        "idle step of a reader, 50 peers",
+    ):
+        (line,) = [line for line in own_work if what in line]
+        assert re.search(r" [\d.,]+ (us|ms) ", line), line
 
 
 @pytest.mark.nixl
@@ -672,9 +762,17 @@ def test_the_json_document_has_all_figures_and_what_they_depend_on(
         assert row["paths"][PLAIN]["descs"] <= row["descs_before"]
     burst = figures["burst"]
     assert (burst["requests"], burst["blocks_per_request"], burst["blocks"]) == (8, 16, 128)
-    assert set(burst["paths"]) == {BURST, PLAIN}
+    assert set(burst["paths"]) == {BURST, PLAIN, PLAIN_BURST}
+    assert burst["paths"][PLAIN]["descs"] == 4, "one transfer: a descriptor per region"
+    assert burst["paths"][PLAIN_BURST]["descs"] == 8 * 4, "a transfer for each request"
     assert burst["paths"][BURST]["descs"] == 8 * 4, "a descriptor per request and region"
-    assert 1 <= burst["ratios"][f"{BURST}/{PLAIN}"]["turns"] <= 20
+    for base in (PLAIN, PLAIN_BURST):
+        assert 1 <= burst["ratios"][f"{BURST}/{base}"]["turns"] <= 20
+    assert len(figures["overheads"]) == 4
+    for own_work in figures["overheads"]:
+        assert own_work["samples"] >= 30
+        assert own_work["p50_s"] > 0
+        assert own_work["target_s"] is None, "a quick run has no targets"
     assert figures["checked_transfers"] == sum(
         path["requests"]
         for row in [*figures["rows"], burst]

@@ -62,6 +62,7 @@ def kvnixl_metadata() -> NixlAgentMetadata:
         incarnation=0x0123_4567_89AB_CDEF,
         lease_slots=LeaseSlotRegion(base_addr=0x7F00_1000_0000, num_slots=8192, device_id=0),
         factors='{"model": "m"}',
+        packing="cpu:vec",
     )
     return metadata
 

@@ -9,6 +9,7 @@ every byte checked, beside NIXL's plain API and the machine's memcpy.
 `cache`       the memory of one side, one region per layer
 `paths`       the ways to fetch a request: kvnixl, NIXL's plain API, with a lease check, memcpy
 `pull`        the whole pull path: offer, reference, fetch, verified outcome
+`overhead`    what kvnixl itself costs, with NIXL's calls replaced by empty ones
 `workers`     the producer and the reader, each in a process of its own
 `processes`   starting such processes, calling them, ending them whatever happens
 `session`     the course of a run: who does what when
@@ -16,6 +17,17 @@ every byte checked, beside NIXL's plain API and the machine's memcpy.
 `machine`     what is known of the machine and the libraries
 `tables`      the tables, as text
 `wording`     numbers and findings in words
-`report`      what people read, and the progress bar
+`page`        lines and tables on a terminal or in a pipe, and the progress bar
+`report`      what people read
 ============  ====================================================================================
+
+``python -m kvnixl.bench vllm`` compares kvnixl with vLLM's own connector in real vLLM engines:
+
+==============  ==================================================================================
+`vllm_bench`    what is measured: the course of such a run
+`vllm_report`   what people read of it, and its JSON document
+`vllm_engines`  starting vLLM engines and driving them
+`vllm_child`    the engines' processes
+`vllm_model`    tiny models with random weights
+==============  ==================================================================================
 """

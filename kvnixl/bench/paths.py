@@ -6,6 +6,7 @@ there until the bytes are in place. What is prepared once per peer is not part o
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -25,6 +26,7 @@ PLAIN = "plain"
 VERIFIED = "verified"
 PULL = "pull"
 BURST = "burst"
+PLAIN_BURST = "plain burst"
 MEMCPY = "memcpy"
 
 
@@ -111,7 +113,7 @@ class PlainPath:
         self, agent: Agent, cache: Cache, remote: RemoteAgent, regions: Sequence[Region]
     ) -> None:
         start = time.perf_counter()
-        self._nixl = agent.raw
+        self.nixl = agent.raw
         self._local = self._prepare("NIXL_INIT_AGENT", cache.regions)
         self._remote = self._prepare(remote.name, regions)
         self._first_ids = np.arange(len(regions), dtype=np.int32)[:, None] * cache.shape.blocks
@@ -123,17 +125,21 @@ class PlainPath:
             for base, length, _stride, count, device in regions
             for block in range(count)
         ]
-        return self._nixl.prep_xfer_dlist(agent_name, self._nixl.get_xfer_descs(tuples, "DRAM"))
+        return self.nixl.prep_xfer_dlist(agent_name, self.nixl.get_xfer_descs(tuples, "DRAM"))
 
     def _ids(self, blocks: Sequence[int]) -> Any:
         return (self._first_ids + np.asarray(blocks, np.int32)).ravel()
 
-    def fetch(self, local: Sequence[int], remote: Sequence[int]) -> Sample:
-        nixl = self._nixl
-        start = time.perf_counter()
-        handle = nixl.make_prepped_xfer(
+    def make(self, local: Sequence[int], remote: Sequence[int]) -> Any:
+        """NIXL's handle of a transfer of these blocks."""
+        return self.nixl.make_prepped_xfer(
             "READ", self._local, self._ids(local), self._remote, self._ids(remote)
         )
+
+    def fetch(self, local: Sequence[int], remote: Sequence[int]) -> Sample:
+        nixl = self.nixl
+        start = time.perf_counter()
+        handle = self.make(local, remote)
         # After an error the handle is left to the end of the process, which then follows.
         _wait(lambda: str(nixl.check_xfer_state(handle)), nixl.transfer(handle))
         seconds = time.perf_counter() - start
@@ -142,8 +148,41 @@ class PlainPath:
         return Sample(seconds, descs)
 
     def close(self) -> None:
-        self._nixl.release_dlist_handle(self._local)
-        self._nixl.release_dlist_handle(self._remote)
+        self.nixl.release_dlist_handle(self._local)
+        self.nixl.release_dlist_handle(self._remote)
+
+
+class PlainBurstPath:
+    """The plain path with a transfer for every request of so many blocks: all are made, then posted
+    one after the other, then polled. What requests at once can reach with NIXL.
+
+    Args:
+        path: has the prepared lists.
+    """
+
+    def __init__(self, path: PlainPath, request_blocks: int) -> None:
+        self._path = path
+        self._request_blocks = request_blocks
+
+    def fetch(self, local: Sequence[int], remote: Sequence[int]) -> Sample:
+        length = self._request_blocks
+        path, nixl = self._path, self._path.nixl
+        start = time.perf_counter()
+        handles = [
+            path.make(local[first : first + length], remote[first : first + length])
+            for first in range(0, len(local), length)
+        ]
+        states = [nixl.transfer(handle) for handle in handles]
+        for handle, state in zip(handles, states, strict=True):
+            _wait(functools.partial(nixl.check_xfer_state, handle), state)
+        seconds = time.perf_counter() - start
+        descs = sum(_desc_count(nixl, handle) for handle in handles)
+        for handle in handles:
+            nixl.release_xfer_handle(handle)
+        return Sample(seconds, descs)
+
+    def close(self) -> None:
+        pass  # the lists are the other path's
 
 
 def _desc_count(nixl: Any, handle: Any) -> int:

@@ -35,6 +35,35 @@ LONGEST_SHARE = 0.75
 
 
 @dataclass(frozen=True)
+class OverheadScale:
+    """How large the requests and the numbers are with which kvnixl's own work is measured.
+
+    Attributes:
+        regions, request_blocks: of a request.
+        leases: that a producer holds while it is idle.
+        peers: that a producer or a reader knows while it is idle.
+        samples: requests of each kind.
+    """
+
+    regions: int
+    request_blocks: int
+    leases: int
+    peers: int
+    samples: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the caches: enough for a request of which no two are neighbours."""
+        return 4 * self.request_blocks
+
+
+FULL_SCALE = OverheadScale(
+    regions=160, request_blocks=512, leases=100_000, peers=1_000, samples=200
+)
+QUICK_SCALE = OverheadScale(regions=16, request_blocks=64, leases=1_000, peers=50, samples=30)
+
+
+@dataclass(frozen=True)
 class Plan:
     """
     Attributes:
@@ -42,6 +71,7 @@ class Plan:
         seconds: for the measurement; every row is measured at least once.
         requests: at most so many per row; ``None``: as many as the time allows.
         inject_wrong_byte: let the producer write one wrong byte.
+        overhead: for kvnixl's own work.
     """
 
     model: ModelShape
@@ -52,6 +82,7 @@ class Plan:
     requests: int | None
     seed: int
     inject_wrong_byte: bool = False
+    overhead: OverheadScale = FULL_SCALE
 
     @property
     def burst(self) -> Burst:

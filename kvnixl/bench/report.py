@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-import shutil
-import sys
-import textwrap
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
 
 import kvnixl
 from kvnixl.bench.machine import cpu_name, package_version, usable_cores
-from kvnixl.bench.paths import BURST, KVNIXL, MEMCPY, PLAIN, VERIFIED
+from kvnixl.bench.page import Page
+from kvnixl.bench.paths import BURST, KVNIXL, MEMCPY, PLAIN, PLAIN_BURST, VERIFIED
 from kvnixl.bench.plan import ORDERS, Plan, Row
 from kvnixl.bench.results import Results
 from kvnixl.bench.session import Listener
-from kvnixl.bench.tables import LEGEND, Table, main_table, pull_table, verified_table
+from kvnixl.bench.tables import (
+    LEGEND,
+    main_table,
+    overhead_table,
+    pull_table,
+    verified_table,
+)
 from kvnixl.bench.wording import (
     bytes_text,
     count_text,
@@ -26,11 +28,6 @@ from kvnixl.bench.wording import (
     times_text,
 )
 from kvnixl.bench.workers import Connected
-
-# Of a table that goes to a file or a pipe, and of text anywhere.
-_PIPE_WIDTH = 140
-_TEXT_WIDTH = 100
-_LABEL_WIDTH = 12
 
 
 def conclusions(results: Results) -> list[str]:
@@ -128,7 +125,8 @@ def _burst(results: Results) -> list[str]:
     burst = results.plan.burst
     ratio = results.ratio(burst.row, PLAIN, BURST)
     ours, plain = results.figures(burst.row, BURST), results.figures(burst.row, PLAIN)
-    if ratio is None or ours is None or plain is None:
+    each = results.figures(burst.row, PLAIN_BURST)
+    if ratio is None or ours is None or plain is None or each is None:
         return []
     size = burst.request_blocks * results.plan.shape.request_block_bytes
     return [
@@ -136,28 +134,18 @@ def _burst(results: Results) -> list[str]:
             f"{count_text(burst.requests, 'request')} of {bytes_text(size)} at once, from the "
             f"first fetch to the last verified outcome: {three_digits(ours.gb_per_s)} GB/s, "
             f"{'' if ratio.is_clear else '~'}{ratio.of_medians:.0%} of one transfer of the same "
-            f"bytes with NIXL's plain API ({three_digits(plain.gb_per_s)} GB/s)."
+            f"bytes with NIXL's plain API ({three_digits(plain.gb_per_s)} GB/s). With a transfer "
+            f"for each request, unverified, the plain API moves {three_digits(each.gb_per_s)} GB/s."
         )
     ]
 
 
-class Screen(Listener):
-    """Standard output: a terminal with a progress bar, or a pipe without one."""
+class Screen(Page, Listener):
+    """What a run looks like."""
 
     def __init__(self, plan: Plan) -> None:
+        super().__init__("starting the two processes")
         self._plan = plan
-        self._is_terminal = sys.stdout.isatty()
-        self._width = shutil.get_terminal_size().columns if self._is_terminal else _PIPE_WIDTH
-        self._console: Any = None
-        self._progress: Any = None
-        self._task: Any = None
-        if self._is_terminal:
-            try:
-                from rich.console import Console
-            except ImportError:
-                print("(pip install rich: colours and a progress bar)\n")
-            else:
-                self._console = Console(highlight=False)
 
     def start(self) -> None:
         """Say what is about to run."""
@@ -199,35 +187,10 @@ class Screen(Listener):
         self._flush()
 
     def measuring(self, done: float, row: Row) -> None:
-        if self._progress is not None:
-            self._progress.update(
-                self._task, total=1.0, completed=done, description=f"measuring: {row}"
-            )
+        self._progress_to(f"measuring: {row}", total=1.0, completed=done)
 
-    def __enter__(self) -> Self:
-        if self._console is not None:
-            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-            self._progress = Progress(
-                BarColumn(30),
-                TimeElapsedColumn(),
-                TextColumn("{task.description}"),
-                console=self._console,
-                transient=True,
-            )
-            self._task = self._progress.add_task("starting the two processes", total=None)
-            self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+    def measuring_overhead(self) -> None:
+        self._progress_to("measuring: kvnixl's own work")
 
     def show(self, results: Results) -> None:
         """The tables and what they say."""
@@ -263,48 +226,19 @@ class Screen(Listener):
             for line in self._wrap(sentence):
                 self.line(line)
             self.line("")
+        overheads = overhead_table(results)
+        if overheads.rows:
+            self.line("What kvnixl itself costs, with NIXL's calls replaced by empty ones:")
+            self.line("")
+            self._show_table(overheads)
+            self.line("")
+            self._fact("request", "Reader.fetch to the verified outcome, CPU time", dim=True)
+            self._fact("idle step", "step() with nothing to do, CPU time", dim=True)
+            self.line("")
         for sentence in conclusions(results):
             for line in self._wrap(sentence):
                 self.line(line)
         self._flush()
-
-    def _show_table(self, table: Table) -> None:
-        columns, needed = table.fitting(self._width)
-        if self._console is not None:
-            self._console.print(table.rich(columns))
-        else:
-            print(table.plain(columns))
-        left_out = len(table.columns) - len(columns)
-        if left_out:
-            what = "one column is" if left_out == 1 else f"{left_out} columns are"
-            self.line(f"({what} left out: all take {needed} characters; --json has them)", dim=True)
-
-    def _fact(self, label: str, text: str, *, dim: bool = False) -> None:
-        indent = " " * (_LABEL_WIDTH + 3)
-        label = f"  {label:{_LABEL_WIDTH}} "
-        for line in self._wrap(label + text, subsequent_indent=indent):
-            self.line(line, dim=dim)
-
-    def _wrap(self, text: str, subsequent_indent: str = "") -> list[str]:
-        width = min(self._width, _TEXT_WIDTH)
-        return textwrap.wrap(
-            text,
-            width,
-            subsequent_indent=subsequent_indent,
-            drop_whitespace=True,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-
-    def line(self, text: str, *, bold: bool = False, dim: bool = False) -> None:
-        if self._console is not None:
-            style = "bold" if bold else "dim" if dim else None
-            self._console.print(text, style=style, markup=False)
-        else:
-            print(text)
-
-    def _flush(self) -> None:
-        sys.stdout.flush()
 
 
 def _counts(values: Sequence[int]) -> str:

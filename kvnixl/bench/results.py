@@ -10,7 +10,17 @@ from typing import Any
 
 import kvnixl
 from kvnixl.bench.machine import machine_facts
-from kvnixl.bench.paths import BURST, KVNIXL, MEMCPY, PLAIN, PULL, VERIFIED, Sample
+from kvnixl.bench.overhead import Overhead
+from kvnixl.bench.paths import (
+    BURST,
+    KVNIXL,
+    MEMCPY,
+    PLAIN,
+    PLAIN_BURST,
+    PULL,
+    VERIFIED,
+    Sample,
+)
 from kvnixl.bench.plan import ORDERS, Plan, Row
 from kvnixl.bench.workers import Connected, Turn, WrongRead
 
@@ -64,6 +74,19 @@ class Ratio:
         return agreeing - 0.5 - self.turns / 2 > 1.96 * math.sqrt(self.turns) / 2
 
 
+def ratio_of(pairs: Sequence[tuple[float, float]]) -> Ratio:
+    """The ratio of the first seconds to the second ones, of which each turn has a pair."""
+    ratios = sorted(a / b for a, b in pairs)
+    quarter = len(ratios) // 4
+    return Ratio(
+        statistics.median(a for a, _ in pairs) / statistics.median(b for _, b in pairs),
+        ratios[quarter],
+        ratios[-1 - quarter],
+        turns=len(ratios),
+        longer=sum(ratio > 1 for ratio in ratios),
+    )
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """The smallest value that is not below ``percent`` per cent of them."""
     ordered = sorted(values)
@@ -76,6 +99,7 @@ class Results:
     Attributes:
         turns: per row what was measured; each turn holds one sample per path.
         burst_turns: the same of the requests at once.
+        overheads: kvnixl's own work.
         connected: how the processes met; ``None`` when it did not come to that.
         wrong: the first wrong byte. There are no figures to trust then.
         seconds: how long the measurement took.
@@ -86,6 +110,7 @@ class Results:
         self.plan = plan
         self.turns: dict[Row, list[Turn]] = {row: [] for row in plan.rows}
         self.burst_turns: list[Turn] = []
+        self.overheads: list[Overhead] = []
         self.connected: Connected | None = None
         self.wrong: WrongRead | None = None
         self.seconds = 0.0
@@ -129,17 +154,7 @@ class Results:
             for turn in self.turns_of(row)
             if path in turn and base in turn
         ]
-        if not pairs:
-            return None
-        ratios = sorted(a / b for a, b in pairs)
-        quarter = len(ratios) // 4
-        return Ratio(
-            statistics.median(a for a, _ in pairs) / statistics.median(b for _, b in pairs),
-            ratios[quarter],
-            ratios[-1 - quarter],
-            turns=len(ratios),
-            longer=sum(ratio > 1 for ratio in ratios),
-        )
+        return ratio_of(pairs) if pairs else None
 
     @property
     def checked(self) -> tuple[int, int]:
@@ -202,6 +217,7 @@ def document(results: Results, started: str) -> dict[str, Any]:
             "blocks_per_request": plan.burst.request_blocks,
             **_row_document(results, plan.burst.row),
         },
+        "overheads": [asdict(overhead) for overhead in results.overheads],
     }
 
 
@@ -210,13 +226,14 @@ _COMPARED = (
     (VERIFIED, KVNIXL),
     (PULL, KVNIXL),
     (BURST, PLAIN),
+    (BURST, PLAIN_BURST),
     (KVNIXL, MEMCPY),
 )
 
 
 def _row_document(results: Results, row: Row) -> dict[str, Any]:
     paths = {}
-    for path in (KVNIXL, PLAIN, VERIFIED, PULL, BURST, MEMCPY):
+    for path in (KVNIXL, PLAIN, VERIFIED, PULL, BURST, PLAIN_BURST, MEMCPY):
         figures = results.figures(row, path)
         if figures is not None:
             paths[path] = asdict(figures)

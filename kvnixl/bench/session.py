@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from kvnixl.bench.overhead import measure_overheads
 from kvnixl.bench.plan import Plan, Row, block_lists, row_rng
 from kvnixl.bench.processes import Child, Factory, interrupts_held
 from kvnixl.bench.results import Results
@@ -29,6 +30,9 @@ class Listener:
 
     def measuring(self, done: float, row: Row) -> None:
         """How much is done, 0 to 1, and what comes next."""
+
+    def measuring_overhead(self) -> None:
+        """The two processes have ended; kvnixl's own work comes next."""
 
 
 @contextmanager
@@ -73,6 +77,9 @@ def run(plan: Plan, listener: Listener) -> Results:
         results.peak_memory = {
             child.role: int(child.call("peak_memory")) for child in (producer, reader)
         }
+    if results.wrong is None:
+        listener.measuring_overhead()
+        results.overheads = measure_overheads(plan.overhead)
     return results
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Generic, TypeVar
 
+from kvnixl.bench.overhead import Overhead
 from kvnixl.bench.paths import KVNIXL, MEMCPY, PLAIN, PULL, VERIFIED
 from kvnixl.bench.plan import Row
 from kvnixl.bench.results import Figures, Results
@@ -22,7 +23,11 @@ LEGEND = {
 }
 
 
-class Column(NamedTuple):
+RowT = TypeVar("RowT")
+
+
+@dataclass(frozen=True)
+class Column(Generic[RowT]):
     """
     Attributes:
         title: up to two lines.
@@ -31,19 +36,19 @@ class Column(NamedTuple):
 
     title: str
     importance: int
-    cell: Callable[[Row], str]
+    cell: Callable[[RowT], str]
     right: bool = True
 
 
 @dataclass
-class Table:
+class Table(Generic[RowT]):
     """Text cells, and what to leave out when there is no room for all columns."""
 
-    columns: list[Column]
-    rows: list[Row]
+    columns: list[Column[RowT]]
+    rows: list[RowT]
     breaks: set[int] = field(default_factory=set)  # rows that a gap precedes
 
-    def fitting(self, width: int) -> tuple[list[Column], int]:
+    def fitting(self, width: int) -> tuple[list[Column[RowT]], int]:
         """The columns that fit, and the width that all of them need."""
         columns = list(self.columns)
         needed = self._width(columns)
@@ -51,14 +56,14 @@ class Table:
             columns.remove(min(columns, key=lambda column: column.importance))
         return columns, needed
 
-    def _width(self, columns: list[Column]) -> int:
+    def _width(self, columns: list[Column[RowT]]) -> int:
         return sum(self._column_width(column) + 2 for column in columns)
 
-    def _column_width(self, column: Column) -> int:
+    def _column_width(self, column: Column[RowT]) -> int:
         cells = [*column.title.split("\n"), *(column.cell(row) for row in self.rows)]
         return max(len(cell) for cell in cells)
 
-    def plain(self, columns: list[Column]) -> str:
+    def plain(self, columns: list[Column[RowT]]) -> str:
         widths = [self._column_width(column) for column in columns]
         titles = [column.title.rpartition("\n")[::2] for column in columns]
 
@@ -80,7 +85,7 @@ class Table:
             lines.append(line([column.cell(row) for column in columns]))
         return "\n".join(lines)
 
-    def rich(self, columns: list[Column]) -> Any:
+    def rich(self, columns: list[Column[RowT]]) -> Any:
         from rich import box
         from rich.table import Table as RichTable
 
@@ -134,7 +139,7 @@ class _Cells:
         return cell
 
 
-def main_table(results: Results) -> Table:
+def main_table(results: Results) -> Table[Row]:
     """kvnixl, the plain API and memcpy, per request length and kind of block list."""
     cells = _Cells(results)
     rows = [row for row, turns in results.turns.items() if turns]
@@ -158,7 +163,7 @@ def main_table(results: Results) -> Table:
     return Table(columns, rows, _breaks(rows))
 
 
-def _order_column(rows: Sequence[Row]) -> Column:
+def _order_column(rows: Sequence[Row]) -> Column[Row]:
     """Names each kind of block list once."""
     first_of_order = {row.order: row for row in reversed(rows)}
 
@@ -175,10 +180,10 @@ def _breaks(rows: Sequence[Row]) -> set[int]:
     }
 
 
-def verified_table(results: Results) -> Table:
+def verified_table(results: Results) -> Table[Row]:
     """Requests with and without the proof that their blocks were not reused."""
     cells = _Cells(results)
-    columns = [Column("\ntokens", 99, lambda row: f"{row.tokens:,}")]
+    columns: list[Column[Row]] = [Column("\ntokens", 99, lambda row: f"{row.tokens:,}")]
     for path, title in ((KVNIXL, "unverified"), (VERIFIED, "verified")):
         columns += [
             Column(f"{title}\nGB/s", 5, cells.rate(path)),
@@ -189,7 +194,7 @@ def verified_table(results: Results) -> Table:
     return Table(columns, [row for row in results.turns if results.samples(row, VERIFIED)])
 
 
-def pull_table(results: Results) -> Table:
+def pull_table(results: Results) -> Table[Row]:
     """The whole pull path, and the part of it that `main_table` has."""
     cells = _Cells(results)
     rows = [row for row in results.turns if results.samples(row, PULL)]
@@ -201,3 +206,21 @@ def pull_table(results: Results) -> Table:
         ]
     columns.append(Column("pull path/\nblock read", 95, cells.ratio(PULL, KVNIXL)))
     return Table(columns, rows, _breaks(rows))
+
+
+def overhead_table(results: Results) -> Table[Overhead]:
+    """kvnixl's own work."""
+
+    def p99(overhead: Overhead) -> str:
+        return "-" if overhead.p99_s is None else seconds_text(overhead.p99_s)
+
+    def target(overhead: Overhead) -> str:
+        return "-" if overhead.target_s is None else seconds_text(overhead.target_s)
+
+    columns: list[Column[Overhead]] = [
+        Column("\nkvnixl's own work", 99, lambda overhead: overhead.what, right=False),
+        Column("\np50", 98, lambda overhead: seconds_text(overhead.p50_s)),
+        Column("\np99", 10, p99),
+        Column("\ntarget", 90, target),
+    ]
+    return Table(columns, results.overheads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvnixl.bench.models import MODELS
-from kvnixl.bench.paths import BURST, KVNIXL, MEMCPY, PLAIN, PULL, VERIFIED
+from kvnixl.bench.paths import BURST, KVNIXL, MEMCPY, PLAIN, PLAIN_BURST, PULL, VERIFIED
 from kvnixl.bench.workers import WrongRead
 
 PATH_TITLES = {
@@ -14,6 +14,7 @@ PATH_TITLES = {
     VERIFIED: "kvnixl and a lease check",
     PULL: "kvnixl's producer and reader",
     BURST: "kvnixl's producer and reader, with others at once",
+    PLAIN_BURST: "NIXL's plain API, with others at once",
     MEMCPY: "memcpy",
 }
 

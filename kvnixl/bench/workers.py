@@ -23,6 +23,7 @@ from kvnixl.bench.paths import (
     KVNIXL,
     MEMCPY,
     PLAIN,
+    PLAIN_BURST,
     PULL,
     VERIFIED,
     Exported,
@@ -30,6 +31,7 @@ from kvnixl.bench.paths import (
     KvnixlPath,
     MemcpyPath,
     Path,
+    PlainBurstPath,
     PlainPath,
     Sample,
     VerifiedPath,
@@ -47,7 +49,7 @@ _PATHS: dict[Order, tuple[str, ...]] = {
     "reversed": (KVNIXL, PLAIN, MEMCPY),
     "churned": (KVNIXL, PLAIN, MEMCPY),
     "fragmented": (KVNIXL, PLAIN, MEMCPY, PULL),
-    "concurrent": (BURST, PLAIN),
+    "concurrent": (BURST, PLAIN, PLAIN_BURST),
 }
 
 Turn: TypeAlias = dict[str, Sample]
@@ -231,12 +233,14 @@ class Reader:
         remote = agent.add_remote_agent(exported.metadata)
         kvnixl = KvnixlPath(agent, cache, remote, exported.regions)
         plain = PlainPath(agent, cache, remote, exported.regions)
+        request_blocks = burst_of(self._shape).request_blocks
         self._paths = {
             KVNIXL: kvnixl,
             PLAIN: plain,
             VERIFIED: VerifiedPath(kvnixl, agent, remote, exported.leases),
             PULL: self._pull,
-            BURST: BurstPath(self._pull, burst_of(self._shape).request_blocks),
+            BURST: BurstPath(self._pull, request_blocks),
+            PLAIN_BURST: PlainBurstPath(plain, request_blocks),
             MEMCPY: MemcpyPath(cache),
         }
         first: Sample | None = None
