@@ -34,6 +34,7 @@ class FailureCause(enum.StrEnum):
     HANDSHAKE = "handshake"
     BLOCKS = "block lists"
     NO_LEASE = "no lease"
+    POST = "posting"
     TRANSFER = "transfer"
     DISCONNECTED = "peer disconnected or restarted"
     LEASE_ENDED = "not verified"

@@ -843,7 +843,7 @@ class Reader:
                 "READ", rank.local.prepared, local_ids, rank.prepared, remote_ids, notification
             )
         except KvNixlError as error:
-            self._read_failed(part, error, now)
+            self._read_failed(part, error, now, FailureCause.POST)
             return False
         request.posted[part.tp_rank] = part
         self._in_flight[id(part)] = part
@@ -863,14 +863,21 @@ class Reader:
         try:
             return transfer.post()
         except AgentError as error:
-            self._read_failed(part, error, now)
+            self._read_failed(part, error, now, FailureCause.POST)
             return "ERR"
 
-    def _read_failed(self, part: _Part, error: KvNixlError, now: float) -> None:
+    def _read_failed(
+        self,
+        part: _Part,
+        error: KvNixlError,
+        now: float,
+        cause: FailureCause = FailureCause.TRANSFER,
+    ) -> None:
         incarnation = part.request.incarnation
         assert incarnation is not None
         gone = isinstance(error, PeerDisconnectedError)
-        cause = FailureCause.DISCONNECTED if gone else FailureCause.TRANSFER
+        if gone:
+            cause = FailureCause.DISCONNECTED
         reason = f"READ from rank {part.tp_rank} of {incarnation.remote.key}: {error}"
         if part.request.ending is None:
             self._fail(part.request, cause, reason, now)

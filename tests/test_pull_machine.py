@@ -85,6 +85,7 @@ SECONDS = (0.02, 0.02, 0.2, 0.2, 1.0, 1.0, 3.0, 11.0)
 EXPECTED_FAILURES = (
     FailureCause.HANDSHAKE,
     FailureCause.NO_LEASE,
+    FailureCause.POST,
     FailureCause.TRANSFER,
     FailureCause.DISCONNECTED,
     FailureCause.LEASE_ENDED,
@@ -819,7 +820,11 @@ class World:
         elif cause is FailureCause.HANDSHAKE:
             assert offer.engine.faulty, f"{cause} of an engine that is well: {reason}"
         else:
-            assert cause in (FailureCause.TRANSFER, FailureCause.DISCONNECTED), reason
+            assert cause in (
+                FailureCause.POST,
+                FailureCause.TRANSFER,
+                FailureCause.DISCONNECTED,
+            ), reason
             assert offer.engine.faulty, f"{cause} of an engine that is well: {reason}"
 
     def names(self, words: Words) -> list[Label | None]:
@@ -955,7 +960,7 @@ def test_the_pull_path_keeps_its_promises_long_runs() -> None:
         *(f"lease {outcome}" for outcome in LeaseOutcome),
         *(f"failed: {cause}" for cause in EXPECTED_FAILURES),
     ):
-        assert seen[what] >= NUM_SEEDS / 2, f"{what!r} hardly ever happened: {seen}"
+        assert seen[what] >= NUM_SEEDS / 5, f"{what!r} hardly ever happened: {seen}"
 
 
 # --- broken on purpose --------------------------------------------------------------------------

@@ -903,7 +903,7 @@ def test_the_second_part_cannot_be_posted(world: World) -> None:
     (running,) = world.fabric.transfers
     running.finish()
     world.step()
-    assert world.outcomes["r"].cause is FailureCause.TRANSFER
+    assert world.outcomes["r"].cause is FailureCause.POST
     assert world.reader.bytes_in_flight == 0
 
 
@@ -914,7 +914,7 @@ def test_a_read_is_not_posted_when_another_of_its_request_cannot_be_made(world: 
     world.fetch(producer, "r")
     world.step(3)
     outcome = world.outcomes["r"]
-    assert outcome.cause is FailureCause.TRANSFER
+    assert outcome.cause is FailureCause.POST
     assert outcome.num_descs == 0, "nothing had to be waited for"
     assert world.fabric.transfers == []
     assert world.reader.bytes_in_flight == 0
@@ -966,23 +966,25 @@ def test_reads_that_end_while_they_are_posted_leave_their_budget_to_the_next_bat
 
 
 @pytest.mark.parametrize(
-    "plan",
+    ("plan", "cause"),
     [
-        Plan(make=nixlBackendError),
-        Plan(post=nixlBackendError),
-        Plan(post="ERR"),
-        Plan(polls=2, end=nixlBackendError, copied=0.5),
-        Plan(polls=2, end="ERR"),
+        (Plan(make=nixlBackendError), FailureCause.POST),
+        (Plan(post=nixlBackendError), FailureCause.POST),
+        (Plan(post="ERR"), FailureCause.POST),
+        (Plan(polls=2, end=nixlBackendError, copied=0.5), FailureCause.TRANSFER),
+        (Plan(polls=2, end="ERR"), FailureCause.TRANSFER),
     ],
 )
-def test_a_failing_read_fails_its_request_and_no_other(world: World, plan: Plan) -> None:
+def test_a_failing_read_fails_its_request_and_no_other(
+    world: World, plan: Plan, cause: FailureCause
+) -> None:
     producer, other = world.producer("a"), world.producer("b", seed=2)
     world.fabric.script(plan, remote="a-0")
     world.fetch(producer, "bad", [0, 1], [5, 3])
     world.fetch(other, "good", [4, 5], [1, 2])
     world.step(5)
     bad = world.outcomes["bad"]
-    assert (bad.stage, bad.cause) == (Stage.FAILED, FailureCause.TRANSFER)
+    assert (bad.stage, bad.cause) == (Stage.FAILED, cause)
     assert "rank 0" in bad.reason
     assert world.outcomes["good"].verified
     assert world.holds(other, [4, 5], [1, 2])
@@ -1640,7 +1642,7 @@ def test_a_dead_peer_stays_loaded_while_a_slot_read_may_land(
     world.fabric.script(Plan(post=nixlBackendError))
     world.fetch(producer, "bad")
     world.step(3)
-    assert world.outcomes["bad"].cause is FailureCause.TRANSFER
+    assert world.outcomes["bad"].cause is FailureCause.POST
     assert list(world.raw.remote_agents) == ["prefill-0"]
     assert world.reader.remotes_closing == 1
     (slot_read,) = world.fabric.transfers

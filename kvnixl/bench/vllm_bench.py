@@ -71,11 +71,11 @@ class Course:
         seed: of all prompts.
     """
 
-    turns: int = 30
-    new_peers: int = 7
-    idle_s: float = 5.0
+    turns: int = 24
+    new_peers: int = 6
+    idle_s: float = 4.0
     churn_requests: int = 100
-    churned_turns: int = 12
+    churned_turns: int = 10
     seed: int = 0
 
 

@@ -169,17 +169,24 @@ def _bytes(results: Results) -> str:
 
 
 def _descriptors(results: Results) -> list[str]:
-    rows = [row for row in results.turns if row.phase == "churned" and results.turns[row]]
-    if not rows:
-        return []
-    longest = max(rows, key=lambda row: row.tokens)
-    ours, stock = (results.num_descs(longest, connector) for connector in ("kvnixl", "stock"))
-    sentence = (
-        f"After {count_text(results.course.churn_requests, 'mixed request')} a request of "
-        f"{longest.tokens:,} tokens took {ours:.0f} descriptors with kvnixl and {stock:.0f} with "
-        f"stock ({times_text(ours / stock)}), of {longest.block_pairs} block pairs."
-    )
-    return [sentence]
+    """At the longest requests, which have most to merge."""
+    mixed = count_text(results.course.churn_requests, "mixed request")
+    conditions: dict[Phase, str] = {
+        "warm": "While requests came one at a time, so that their blocks were freed in long runs,",
+        "churned": f"After {mixed}, {CONCURRENCY} at once,",
+    }
+    sentences = []
+    for phase, when in conditions.items():
+        rows = [row for row, turns in results.turns.items() if turns and row.phase == phase]
+        if rows:
+            longest = max(rows, key=lambda row: row.tokens)
+            ours, stock = (results.num_descs(longest, c) for c in ("kvnixl", "stock"))
+            sentences.append(
+                f"{when} a request of {longest.tokens:,} tokens took {ours:.0f} descriptors with "
+                f"kvnixl and {stock:.0f} with stock ({times_text(ours / stock)}), of "
+                f"{longest.block_pairs} block pairs."
+            )
+    return [" ".join(sentences)] if sentences else []
 
 
 def _idle(results: Results) -> list[str]:

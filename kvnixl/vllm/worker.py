@@ -3,7 +3,8 @@
 
 vLLM calls, in every step::
 
-    bind_connector_metadata   -> bind: lease slots are cleared and written, before the forward pass
+    bind_connector_metadata   -> bind: before the forward pass, lease slots are cleared and written,
+                                 and reads that ended since the last step are verified
     start_load_kv             -> start_load: reads begin, requests are held, heartbeats are sent
     get_transfer_results      -> finish_step: what ended
 """
@@ -58,6 +59,7 @@ _REMEDIES = {
     FailureCause.BLOCKS: "check that the kv_transfer_params belong to this prompt",
     FailureCause.NO_LEASE: "raise kv_lease_slots of the prefill engine, or set lease_verification "
     "to prefer",
+    FailureCause.POST: "see the NIXL and UCX lines above",
     FailureCause.TRANSFER: "see the NIXL and UCX lines above",
     FailureCause.DISCONNECTED: "the prefill engine ended or was restarted",
     FailureCause.LEASE_ENDED: "this engine was too slow for the lease: raise kv_lease_duration of "
@@ -187,6 +189,10 @@ class KvNixlWorker:
         """Before the forward pass, which may write blocks whose leases end in this step."""
         if self._producer is not None and (metadata.lease_clears or metadata.lease_arms):
             self._producer.update(metadata.lease_clears, metadata.lease_arms)
+        if self._reader is not None and self._reader.num_requests:
+            # A READ that ended since the last step is followed by that of its lease slot, which
+            # then takes place during this step's forward pass, not during the next one's.
+            self._step_reader(self._reader)
 
     def start_load(self, metadata: KvNixlConnectorMetadata) -> None:
         """Begin what the scheduler asks for."""
