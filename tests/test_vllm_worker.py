@@ -757,6 +757,24 @@ def test_reads_go_on_while_the_engine_has_nothing_to_compute(
     assert d.received == {"d": 1}
 
 
+def test_a_read_that_ends_between_two_steps_is_verified_during_the_next_one(
+    start: Callable[..., Engine], net: Net
+) -> None:
+    """Its lease slot is read before that step's forward pass, not after it."""
+    p, d = start("P", 7000), start("D", 7001)
+    d.add(make_request("d0", PROMPT, prefill(p, "p0")))
+    d.run()  # they have met
+    # In flight at the end of the first step, over at the beginning of the second one, before whose
+    # end the slot READ is asked once: one step more than without verification, not two.
+    net.fabric.rule = lambda _transfer: Plan(polls=2)
+    prompt = [*PROMPT, 20]
+    d.add(make_request("d", prompt, prefill(p, "p", prompt)))
+    for _ in range(3):
+        assert "d" not in d.received
+        d.step()
+    assert "d" in d.received
+
+
 def test_a_peer_that_restarted_is_read_again(start: Callable[..., Engine], net: Net) -> None:
     p, d = start("P", 7000), start("D", 7001)
     for number in range(3):

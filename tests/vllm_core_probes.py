@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from typing import Any
 
 from kvnixl.bench.vllm_child import EngineContext
@@ -97,3 +99,9 @@ def hold_reads(context: EngineContext) -> None:
 
 def let_reads_go(context: EngineContext) -> None:
     del context.worker_connector._worker._reader.step
+
+
+def trim_memory(context: EngineContext) -> None:
+    """Give back what this process has freed, so that what it holds can be measured."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)

@@ -62,8 +62,8 @@ python -m kvnixl.bench vllm [options]
 _VLLM_DESCRIPTION = """\
 Makes a tiny model, starts pairs of vLLM engines with kvnixl's connector and with vLLM's own
 NixlConnector, lets them hand over the same prompts in turns, and compares times, bytes,
-descriptors, tokens and the CPU time of idle engines. Needs vLLM for CPU and no GPU. Takes about
-three minutes and 3 GiB of memory. Run it on a machine with nothing else to do.
+descriptors, tokens and the CPU time of idle engines. Needs vLLM for CPU and no GPU. Takes
+three to five minutes and 3 GiB of memory. Run it on a machine with nothing else to do.
 """
 
 _VLLM_EPILOG = f"""\
