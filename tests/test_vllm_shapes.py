@@ -196,8 +196,8 @@ def digests_at_first_token(context: vllm_child.EngineContext) -> list[str] | Non
 def test_latent_caches_arrive(vllm_pair: Callable[..., Pair], make_prompt: MakePrompt) -> None:
     """The same bytes in the decode engine, and the tokens of a pair with vLLM's own connector.
 
-    Those of a single engine may differ: vLLM's MLA attention for the CPU rounds differently for
-    prompts of n tokens and of n - 1, which is enough to choose other tokens.
+    Those of a single engine often differ, with vLLM's own connector as well: its MLA attention for
+    the CPU does not give the same log-probabilities in a prefill and in a decode step.
     """
     prompts = [make_prompt(num_tokens) for num_tokens in (15, 16, 17, 200, 1000)]
     stock = vllm_pair(STOCK, kind="mla")
