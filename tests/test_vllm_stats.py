@@ -318,7 +318,8 @@ def test_lease_grants(collector: StatsCollector, granted: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "decision", ["pull", "local_hit", "below_threshold", "already_read", "refused"]
+    "decision",
+    ["pull", "local_hit", "below_threshold", "already_read", "window_edge", "refused"],
 )
 def test_each_decision_of_the_scheduler(collector: StatsCollector, decision: Any) -> None:
     collector.record_decision(decision)

@@ -825,6 +825,18 @@ def test_shutdown_revokes_leases_and_may_be_called_twice(start: Callable[..., En
     assert not rank.connector.get_transfer_results(set()).finished_sending
 
 
+def test_shutdown_lets_its_own_reads_end_before_it_deregisters_their_memory(
+    start: Callable[..., Engine], net: Net, caplog: pytest.LogCaptureFixture
+) -> None:
+    p, d = start("P", 7000), start("D", 7001)
+    net.fabric.rule = lambda _transfer: Plan(polls=20)
+    d.add(make_request("d", PROMPT, prefill(p)))
+    d.run(until=lambda: d.ranks[0].connector._worker._reader.bytes_in_flight > 0)
+    d.shutdown()
+    assert not net.fabric.violations
+    assert "could not be given back" not in caplog.text
+
+
 def test_worker_messages_add_up() -> None:
     first = KvNixlWorkerMetadata({"a"}, busy=False)
     both = first.aggregate(KvNixlWorkerMetadata({"b"}, busy=True))

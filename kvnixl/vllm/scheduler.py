@@ -19,6 +19,7 @@ before the forward pass that may write its blocks.
 from __future__ import annotations
 
 import enum
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 # Finished normally: whoever asked for the prefill will read it. Anything else ends the request.
 _HANDED_OVER = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+# vLLM's id of the block that stands for those that a sliding window has passed.
+_NULL_BLOCK = 0
 
 
 class _State(enum.Enum):
@@ -195,12 +198,27 @@ class KvNixlScheduler:
         # vLLM computes the last prompt token in any case, to sample the next one.
         if missing <= 1 or missing < self._options.kv_recompute_threshold:
             return 0
+        if self._at_window_edge(request.num_prompt_tokens):
+            return 0
         if pull.shared is not None:
             if pull.shared.over:
                 return 0
             if pull.shared.being_read:
                 return None
         return missing
+
+    def _at_window_edge(self, num_tokens: int) -> bool:
+        """Whether the last token of a prompt of that length cannot be computed after a read.
+
+        Both engines keep of a window what the token *after* the prompt attends to, but vLLM then
+        computes the last token of the prompt once more. That attends to one token before those, and
+        whenever that one ends a block, neither engine has it any more.
+        """
+        return any(
+            num_tokens >= group.sliding_window > 0
+            and (num_tokens - group.sliding_window + 1) % group.block_size == 0
+            for group in self._groups
+        )
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request got its blocks: read them, or let its producer have its own back."""
@@ -225,6 +243,8 @@ class KvNixlScheduler:
                 self._stats.record_decision("local_hit")
             elif pull.shared is not None and pull.shared.over:
                 self._stats.record_decision("already_read")
+            elif self._at_window_edge(request.num_prompt_tokens):
+                self._stats.record_decision("window_edge")
             else:
                 self._stats.record_decision("below_threshold")
             self._give_back(req_id, pull)
@@ -234,7 +254,8 @@ class KvNixlScheduler:
     ) -> ReadRequest:
         # vLLM may take fewer tokens than it was offered.
         num_tokens = pull.num_computed_tokens + num_external_tokens
-        read = ReadRequest(pull.reference, num_tokens=num_tokens, awaited=True)
+        reference = self._without_placeholders(pull)
+        read = ReadRequest(reference, num_tokens=num_tokens, awaited=True)
         local, computed = [], []
         for group in self._groups:
             first, inside = divmod(pull.num_computed_tokens, group.block_size)
@@ -260,6 +281,21 @@ class KvNixlScheduler:
         read.local_block_ids = tuple(local)
         read.num_computed_blocks = tuple(computed)
         return read
+
+    def _without_placeholders(self, pull: _Pull) -> dict[str, Any]:
+        """The reference without the placeholders of blocks that a window has left behind.
+
+        A producer that went on after the prompt may list them where this engine needs a block.
+        """
+        reference = pull.reference
+        listed = reference.get("remote_block_ids")
+        if pull.engine_id is None or not listed or len(listed) != len(self._groups):
+            return reference  # the workers say what is wrong with it
+        kept = [
+            list(itertools.dropwhile(_NULL_BLOCK.__eq__, ids)) if group.sliding_window else ids
+            for group, ids in zip(self._groups, listed, strict=True)
+        ]
+        return {**reference, "remote_block_ids": kept}
 
     def _give_back(self, req_id: str, pull: _Pull) -> None:
         """Have the producer told that nobody will read these blocks, if that is so."""

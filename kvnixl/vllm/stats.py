@@ -194,7 +194,7 @@ METRICS: Final[dict[str, Metric]] = {
     "pull_decisions_total": _counter(
         "Requests with a remote prefill, by what the scheduler decided.",
         "decision",
-        ("pull", "local_hit", "below_threshold", "already_read", "refused"),
+        ("pull", "local_hit", "below_threshold", "already_read", "window_edge", "refused"),
     ),
     # of this module
     "telemetry_errors_total": _counter("Errors while recording statistics."),
@@ -213,7 +213,9 @@ METRICS: Final[dict[str, Metric]] = {
 }
 """Everything that is counted, by its name without `PREFIX`."""
 
-PullDecision = Literal["pull", "local_hit", "below_threshold", "already_read", "refused"]
+PullDecision = Literal[
+    "pull", "local_hit", "below_threshold", "already_read", "window_edge", "refused"
+]
 
 # Field of ProducerCounters -> (metric, label value).
 _PRODUCER: Final = {
@@ -575,6 +577,8 @@ class StatsCollector:
             decision: ``"pull"``; ``"local_hit"``: the local prefix cache holds everything;
                 ``"below_threshold"``: so little is missing that it is computed here;
                 ``"already_read"``: another request with the same reference has read it;
+                ``"window_edge"``: a sliding window of its last token begins with the end of a
+                block, which its producer does not keep, so that it is computed here;
                 ``"refused"``: its parameters cannot be used.
         """
         self._stats.count("pull_decisions_total", decision)

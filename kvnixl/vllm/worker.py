@@ -168,13 +168,19 @@ class KvNixlWorker:
 
     def shutdown(self) -> None:
         """Revoke every lease, and give everything back that NIXL and ZeroMQ hold."""
-        if self._producer is not None:
+        producer = self._producer
+        if producer is not None:
             # First, so that readers which still read notice that the blocks go away.
-            self._producer.close()
+            for req_id in producer.held_requests():
+                producer.abort(req_id)
+            producer.step()
         if self._reader is not None:
             left = self._reader.close(_CLOSE_TIMEOUT_S)
             if left:
                 logger.warning("%d transfers were still in flight at shutdown", left)
+        if producer is not None:
+            # Last, for our own reads land in the memory that it has registered.
+            producer.close()
         if self._handshakes is not None:
             self._handshakes.close()
         if self._agent is not None:
