@@ -181,20 +181,23 @@ class HeartbeatTracker:
     def take_due(self, now: float) -> dict[EngineId, HeartbeatInfo]:
         """What to renew now: once per interval everything, else nothing.
 
-        Where requests disagree about an engine's address, which a client can bring about, the
-        address that most of them name is used; the others' requests are left out.
+        Where requests disagree about an engine's address, which a client can bring about, all are
+        renewed wherever an engine of that id was met. The address that most of them name is the one
+        that is given, for an engine that was not met yet.
         """
         if now < self._next_at or not self._groups:
             return {}
         self._next_at = now + self.interval
         self._drop_silent(now)
         chosen: dict[EngineId, _Address] = {}
+        requests: dict[EngineId, list[_Tracked]] = {}
         for address, group in self._groups.items():
+            requests.setdefault(address.engine_id, []).extend(group.requests.values())
             best = chosen.get(address.engine_id)
             if best is None or len(group.requests) > len(self._groups[best].requests):
                 chosen[address.engine_id] = address
         return {
-            engine_id: _heartbeat_info(address, self._groups[address].requests.values())
+            engine_id: _heartbeat_info(address, requests[engine_id])
             for engine_id, address in chosen.items()
         }
 

@@ -724,6 +724,7 @@ def transfer_reference(
     tp_size: int = 1,
     dcp_size: int = 1,
     pp_size: int = 1,
+    registration_generation: int | None = None,
 ) -> dict[str, Any]:
     """Everything a reader needs to fetch a request, as JSON values.
 
@@ -739,6 +740,9 @@ def transfer_reference(
             is kept alive by heartbeats and no reader should decide by it.
         lease: ``(slot, nonce)``.
         tp_size, dcp_size, pp_size: how the engine is sharded.
+        registration_generation: another number for each start of an engine that keeps its id and
+            address, so that a reader that knows an earlier start meets the engine again; below
+            2**53, which JSON carries everywhere.
     """
     reference: dict[str, Any] = {
         "do_remote_prefill": True,
@@ -755,6 +759,8 @@ def transfer_reference(
         "remote_blocks_expiry_time": expires_at,
         "transfer_mode": "pull",
     }
+    if registration_generation is not None:
+        reference["remote_registration_generation"] = registration_generation
     if lease is not None:
         reference[LEASE_PARAM] = format_lease(*lease)
     return reference

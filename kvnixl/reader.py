@@ -708,6 +708,7 @@ class Reader:
                 meta.block_ids,
                 num_computed_blocks=request.num_computed_blocks,
                 num_tokens=meta.num_tokens,
+                needed_tokens=request.num_tokens,
             )
         except (BlockListError, TypeError, ValueError, OverflowError) as error:
             self._fail(request, FailureCause.BLOCKS, str(error), now)

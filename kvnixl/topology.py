@@ -265,6 +265,7 @@ class ReadPlan:
         *,
         num_computed_blocks: Sequence[int] | None = None,
         num_tokens: int | None = None,
+        needed_tokens: int | None = None,
     ) -> BlockPairs:
         """Pairs the blocks of one request.
 
@@ -274,20 +275,22 @@ class ReadPlan:
                 each group: nothing to read.
             remote_block_ids: for each remote cache group the logical blocks of the whole sequence,
                 or of its end if the group has a sliding window. Extra blocks at the end are fine
-                if one of the following is given.
+                if one of the following two is given.
             num_computed_blocks: for each local cache group how many logical blocks of the sequence
                 come before the list. It fixes where the local lists begin. (Not read for windowed
                 groups, where blocks out of the window are not counted by everyone.)
             num_tokens: tokens that the remote blocks hold. Without ``num_computed_blocks`` the
                 local lists are taken to end with the same token.
+            needed_tokens: tokens that the local side goes on from; by default all that the remote
+                blocks hold. It tells where the windows must begin.
 
-        With neither of the last two the lists are taken to end together, so that a local prefix
-        hit pairs with the end of the remote list.
+        With neither of ``num_computed_blocks`` and ``num_tokens`` the lists are taken to end
+        together, so that a local prefix hit pairs with the end of the remote list.
 
         Raises:
             BlockListError: an id is out of range, the remote lists do not cover what is asked for,
-                or the position of the lists is ambiguous (different block sizes and neither of the
-                last two).
+                or the position of the lists is ambiguous (different block sizes and neither
+                ``num_computed_blocks`` nor ``num_tokens``).
         """
         if not any(len(ids) for ids in local_block_ids):
             nothing = tuple(np.empty(0, np.int32) for _ in self._lists)
@@ -297,6 +300,7 @@ class ReadPlan:
             remote=_Side("remote", self.remote, self._num_remote_blocks, remote_block_ids),
             num_computed_blocks=_checked_computed(num_computed_blocks, self.local),
             num_tokens=_checked_tokens(num_tokens),
+            needed_tokens=needed_tokens,
         )
         spans: dict[tuple[int, int], _Span] = {}
         local_lists, remote_lists = [], []
@@ -945,6 +949,7 @@ class _Request:
     remote: _Side
     num_computed_blocks: Sequence[int] | None
     num_tokens: int | None
+    needed_tokens: int | None
 
     def span(self, local_group: int, remote_group: int) -> _Span:
         local_ids = self.local.kernel_ids(local_group)
@@ -1043,8 +1048,9 @@ class _Request:
             )
         start = max(local_start, remote_start)
         window = self.local.layout.groups[local_group].sliding_window
+        goes_on = wanted if self.needed_tokens is None else min(wanted, self.needed_tokens)
         # The next token attends to itself and to the window - 1 tokens before it.
-        needed = max(local_start, wanted - window + 1) if window else local_start
+        needed = max(local_start, goes_on - window + 1) if window else local_start
         if start > needed:
             raise BlockListError(
                 f"group {local_group}: the remote engine lists blocks from token {remote_start} "

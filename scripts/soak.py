@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvnixl.agent import LOCAL_SIDE, Agent
+from kvnixl.agent import LOCAL_SIDE, Agent, wait_until
 from kvnixl.leases import (
     LEASE_SLOT_BYTES,
     LeaseSlotAllocator,
@@ -45,6 +45,7 @@ BLOCKS_PER_REQUEST = 2
 READS_IN_FLIGHT = 4
 MAX_LIVE = 8
 START_TIMEOUT_S = 60.0
+SHUTDOWN_TIMEOUT_S = 10.0
 
 Offer = tuple[str, int, int, list[int], int]  # request id, slot, nonce, block ids, content
 
@@ -191,6 +192,8 @@ def read(producer: Connection, parent: Connection, seed: int, seconds: float) ->
                 agent.release_xfer_handle(xfer)
             landing[fetch.landing] = 0
             free.append(fetch.landing)
+    # A request fails with its first rank; the slot READs of the others may still be under way.
+    wait_until(lambda: not verifier.shutdown(), SHUTDOWN_TIMEOUT_S)
     counts["left"] = verifier.shutdown()
     for prepared in (local, *remote):
         agent.release_dlist_handle(prepared)
@@ -226,6 +229,11 @@ def run(transport: str, seconds: float, seed: int, free_first: bool) -> Counter[
                 raise TimeoutError(f"{transport}: the reader said nothing for {limit:.0f} s")
             answer = mine.recv()
         for_reader.send("stop")
+        until = time.monotonic() + START_TIMEOUT_S
+        while processes[0].is_alive() and time.monotonic() < until:
+            # The reader takes no more offers, and a full pipe would stop the producer.
+            if for_reader.poll(0.05):
+                for_reader.recv()
         for process in processes:
             process.join(START_TIMEOUT_S)
             if process.exitcode != 0:

@@ -97,6 +97,12 @@ class Child:
             raise AssertionError(f"in child {self.pid}:\n{value}")
         return value
 
+    @property
+    def crashed(self) -> bool:
+        """Whether it ended with a memory fault."""
+        self._process.join(1)
+        return self._process.exitcode == -signal.SIGSEGV
+
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
         self._process.join(5)

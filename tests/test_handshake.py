@@ -1315,7 +1315,8 @@ def test_without_descriptors_the_peer_fails_with_a_clear_reason_and_the_next_one
     if isinstance(outcome, HandshakeFailed):
         assert "Too many open files" in str(outcome.error)
         assert "engine 'P' at 127.0.0.1" in str(outcome.error)
-    assert isinstance(outcome, HandshakeDone if spare > 10 else HandshakeFailed) or 8 <= spare <= 10
+    # How many it takes differs a little: a connection that closes gives some back.
+    assert isinstance(outcome, HandshakeDone if spare > 10 else HandshakeFailed) or 6 <= spare <= 10
     client.start("P", "127.0.0.1", server.port)
     done(client)
 

@@ -172,11 +172,17 @@ def test_an_engine_that_never_answers_is_not_kept_for_ever() -> None:
 def test_a_forged_address_for_an_engine_does_not_take_its_heartbeats_away() -> None:
     tracker = HeartbeatTracker(LEASE)
     tracker.start("forged", params("x", remote_host="203.0.113.9"), 0.0)
-    tracker.start("d-1", params("p-1"), 0.0)
+    tracker.start("d-1", params("p-1", lease=Lease(1, 2)), 0.0)
     tracker.start("d-2", params("p-2"), 0.0)
     (info,) = tracker.take_due(0.0).values()
     assert info.host == "10.0.0.1"
-    assert info.req_ids == {"p-1", "p-2"}
+    assert info.req_ids == {"p-1", "p-2", "x"}
+    # However many there are: the engine that was met under this id gets all of them.
+    for number in range(5):
+        tracker.start(f"forged {number}", params("x", remote_host="203.0.113.9"), 0.0)
+    (info,) = tracker.take_due(LEASE).values()
+    assert info.req_ids == {"p-1", "p-2", "x"}
+    assert info.leases == {"p-1": Lease(1, 2)}
 
 
 def test_two_leases_claimed_for_one_remote_request_are_settled_by_its_id() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,18 @@ def is_stopped(pid: int) -> bool:
 
 def wait_stopped(child: Child) -> None:
     assert wait_until(lambda: is_stopped(child.pid), 20.0), "the process did not stop"
+
+
+@contextlib.contextmanager
+def ucx_may_crash(owners: Callable[[], Iterable[Child]], ucx: Env) -> Iterator[None]:
+    """Excuse a memory fault of UCX (1.23, in ``uct_tcp_ep_pending_purge``) in the owner of blocks
+    whose reader was killed in the middle of a read over tcp, where the owner sends the bytes."""
+    try:
+        yield
+    except (OSError, EOFError, AssertionError):
+        if ucx is TCP and any(owner.crashed for owner in owners()):
+            pytest.xfail("UCX crashed in a process whose reader was killed (docs/design.md)")
+        raise
 
 
 def read(decode: Child, jobs: Sequence[Job]) -> list[Result]:
@@ -209,25 +222,26 @@ def test_a_stopped_producer_costs_its_own_requests_only(spawn: Spawn) -> None:
 def test_the_blocks_of_a_killed_reader_come_back(spawn: Spawn, ucx: Env) -> None:
     prefill = spawn(Prefill, "p", 0, LARGE, 2 * LARGE_BLOCKS, env=ucx)
     survivor = spawn(Decode, "survivor", LARGE, LARGE_BLOCKS, env=ucx)
-    for first, moment in ((0, "queued"), (10, "reading")):
-        victim = spawn(Decode, "victim", LARGE, LARGE_BLOCKS, env=ucx)
-        references = prefill.call("offer", {first: 8}, LONG_S)
-        assert_right(read(victim, [Job(first, references[first])]))
-        references = prefill.call("offer", {first + 1: LARGE_BLOCKS - 8, first + 2: 8}, SHORT_S)
-        victim.post("fetch", [Job(*item) for item in references.items()], moment == "queued")
-        if moment == "queued":
-            wait_stopped(victim)
-        else:
-            time.sleep(0.01)  # the READ is under way, or just over
-        victim.kill()
-        others = prefill.call("offer", {first + 3: 16, first + 4: 800}, LONG_S)
-        assert_right(read(survivor, [Job(*item) for item in others.items()]))
-        assert prefill.call("wait_ended", list(others)) == dict.fromkeys(others, "read")
-        ended = prefill.call("wait_ended", list(references))
-        if moment == "queued":
-            assert ended == dict.fromkeys(references, "expired")
-        counters = prefill.call("wait_idle")
-        assert counters["held"] == counters["expired"] + counters["read"]
+    with ucx_may_crash(lambda: [prefill], ucx):
+        for first, moment in ((0, "queued"), (10, "reading")):
+            victim = spawn(Decode, "victim", LARGE, LARGE_BLOCKS, env=ucx)
+            references = prefill.call("offer", {first: 8}, LONG_S)
+            assert_right(read(victim, [Job(first, references[first])]))
+            references = prefill.call("offer", {first + 1: LARGE_BLOCKS - 8, first + 2: 8}, SHORT_S)
+            victim.post("fetch", [Job(*item) for item in references.items()], moment == "queued")
+            if moment == "queued":
+                wait_stopped(victim)
+            else:
+                time.sleep(0.01)  # the READ is under way, or just over
+            victim.kill()
+            others = prefill.call("offer", {first + 3: 16, first + 4: 800}, LONG_S)
+            assert_right(read(survivor, [Job(*item) for item in others.items()]))
+            assert prefill.call("wait_ended", list(others)) == dict.fromkeys(others, "read")
+            ended = prefill.call("wait_ended", list(references))
+            if moment == "queued":
+                assert ended == dict.fromkeys(references, "expired")
+            counters = prefill.call("wait_idle")
+            assert counters["held"] == counters["expired"] + counters["read"]
     for child in (survivor, prefill):
         assert child.close() == 0
 
@@ -285,41 +299,44 @@ def test_stops_and_kills_at_random_moments(spawn: Spawn, ucx: Env, seed: int) ->
     traffic = Traffic([], [], seed)
     events = [(name, kill) for name in ("p0", "d0") for kill in (True, False, False)]
     rng.shuffle(events)
-    for name, kill in events:
-        victim = (prefills | decodes)[name]
-        ports = {other: child.call("port") for other, child in prefills.items()}
-        sent: dict[str, dict[int, str]] = {}
-        for reader, decode in decodes.items():
-            jobs = {prefill: traffic.offer(prefills[prefill], 15, 1.0, 1) for prefill in prefills}
-            decode.call("fetch", [job for some in jobs.values() for job in some])
-            sent[reader] = {job.number: p for p, some in jobs.items() for job in some}
-        time.sleep(rng.uniform(0, 0.01))
-        if kill:
-            victim.kill()
-        else:
-            victim.freeze()
-            time.sleep(rng.uniform(0.05, 1.3))  # shorter and longer than the leases
-            victim.thaw()
-        for reader, owners in sent.items():
-            if kill and reader == name:
-                continue
-            results = decodes[reader].call("take_results", len(owners))
-            assert sorted(result.number for result in results) == sorted(owners)
-            assert_right_or_failed(results)
-            for result in results:
-                if name not in (reader, owners[result.number]):
-                    # The others' requests fail for no other reason than their own leases' ends.
-                    assert result.right or result.cause is FailureCause.LEASE_ENDED, result
-        if kill:
-            start(name, ports.get(name, 0))
-        for decode in decodes.values():
-            for prefill in prefills.values():
-                # A restart is noticed by the first request, at the latest.
-                attempts: list[list[Result]] = []
-                while not attempts or not all(result.right for result in attempts[-1]):
-                    attempts.append(read(decode, traffic.offer(prefill, 3, 1.0, 1)))
-                    assert_right_or_failed(attempts[-1])
-                    assert len(attempts) < 4, attempts
+    with ucx_may_crash(prefills.values, ucx):
+        for name, kill in events:
+            victim = (prefills | decodes)[name]
+            ports = {other: child.call("port") for other, child in prefills.items()}
+            sent: dict[str, dict[int, str]] = {}
+            for reader, decode in decodes.items():
+                jobs = {
+                    prefill: traffic.offer(prefills[prefill], 15, 1.0, 1) for prefill in prefills
+                }
+                decode.call("fetch", [job for some in jobs.values() for job in some])
+                sent[reader] = {job.number: p for p, some in jobs.items() for job in some}
+            time.sleep(rng.uniform(0, 0.01))
+            if kill:
+                victim.kill()
+            else:
+                victim.freeze()
+                time.sleep(rng.uniform(0.05, 1.3))  # shorter and longer than the leases
+                victim.thaw()
+            for reader, owners in sent.items():
+                if kill and reader == name:
+                    continue
+                results = decodes[reader].call("take_results", len(owners))
+                assert sorted(result.number for result in results) == sorted(owners)
+                assert_right_or_failed(results)
+                for result in results:
+                    if name not in (reader, owners[result.number]):
+                        # The others' requests fail for no other reason than their own leases' ends.
+                        assert result.right or result.cause is FailureCause.LEASE_ENDED, result
+            if kill:
+                start(name, ports.get(name, 0))
+            for decode in decodes.values():
+                for prefill in prefills.values():
+                    # A restart is noticed by the first request, at the latest.
+                    attempts: list[list[Result]] = []
+                    while not attempts or not all(result.right for result in attempts[-1]):
+                        attempts.append(read(decode, traffic.offer(prefill, 3, 1.0, 1)))
+                        assert_right_or_failed(attempts[-1])
+                        assert len(attempts) < 4, attempts
     for prefill in prefills.values():
         counters = prefill.call("wait_idle")
         ends = ("read", "released", "expired", "aborted")

@@ -616,6 +616,18 @@ def test_window_that_the_remote_list_does_not_cover():
         )
 
 
+def test_remote_window_that_has_moved_on():
+    """The remote engine went on after the tokens that are needed, and let go of some of them."""
+    engine = Engine(windows=(0, 5), groups=(0, 1))
+    plan = make_plan(engine, engine)
+    lists = [[1, 2, 3, 4, 5], [6, 7]], [[1, 2, 3, 4, 5, 6], [8, 9]]
+    known = {"num_computed_blocks": [0, 0], "num_tokens": 23}
+    assert plan.pair_blocks(*lists, **known).local[1].tolist() == [7]
+    assert plan.pair_blocks(*lists, **known, needed_tokens=20).local[1].tolist() == [7]
+    with pytest.raises(BlockListError, match=r"from token 16 on.* need token 13 of a window of 5"):
+        plan.pair_blocks(*lists, **known, needed_tokens=17)
+
+
 def test_windowed_blocks_before_the_window_may_be_missing():
     plan = make_plan(windowed(), windowed())
     pairs = plan.pair_blocks([[1], [4, 5, 6, 7]], [[1, 2, 3, 4, 5], [8, 9]], num_tokens=19)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.vllm
 
 BLOCK_SIZE = 4
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
-# What vLLM's own connector emits, and vLLM's scheduler adds to that.
+# What vLLM's own connector emits (the generation since 0.33).
 STOCK_KEYS = {
     "do_remote_prefill",
     "do_remote_decode",
@@ -43,6 +43,7 @@ STOCK_KEYS = {
     "pp_size",
     "remote_num_tokens",
     "remote_blocks_expiry_time",
+    "remote_registration_generation",
     "transfer_mode",
 }
 
@@ -187,12 +188,54 @@ def test_each_group_has_its_own_blocks() -> None:
     read = schedule(scheduler, request, allocated)
     assert not read.refused
     assert read.local_block_ids == ([1, 2, 3, 4, 5, 6], [11, 12])
+    assert read.num_tokens == 21  # the last token is computed once more, with its window
 
 
 def test_a_window_is_clipped_to_the_blocks_that_it_touches() -> None:
     scheduler = make_scheduler((windowed(0, 6),))
     read = schedule(scheduler, make_request("d", [1] * 22, reference()), blocks([*range(1, 7)]))
     assert read.local_block_ids == ([4, 5, 6],)
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_tokens", "pulled"),
+    [
+        # The last of n tokens attends to token n - 6, which ends a block of 4 if n is 9, 13, ...
+        ((windowed(0, 6),), 9, False),
+        ((windowed(0, 6),), 10, True),
+        ((windowed(0, 6),), 12, True),
+        ((full(0), windowed(1, 6)), 13, False),
+        # No token has left the window of the one after the prompt.
+        ((windowed(0, 6),), 5, True),
+        ((windowed(0, 6),), 6, True),
+        # A window of less than a block.
+        ((windowed(0, 2),), 5, False),
+        ((windowed(0, 2),), 6, True),
+        ((full(0),), 9, True),
+    ],
+)
+def test_a_prompt_at_the_edge_of_a_window_is_computed_here(
+    groups: tuple[GroupFacts, ...], num_tokens: int, pulled: bool
+) -> None:
+    scheduler = make_scheduler(groups)
+    request = make_request("d", [1] * num_tokens, reference())
+    allocated = blocks(*([*range(1, 5)] for _ in groups))
+    read = schedule(scheduler, request, allocated)
+    assert read.awaited is pulled
+    if not pulled:  # the producer is told
+        assert read.local_block_ids == ()
+        stats = scheduler.take_stats()
+        assert stats is not None
+        assert stats.data["counters"]["pull_decisions_total"] == {"window_edge": 1}
+
+
+def test_a_window_that_the_producer_has_left_is_not_taken_for_blocks() -> None:
+    """A producer that generates tokens itself goes on after the prompt."""
+    scheduler = make_scheduler((full(0), windowed(1, 6)))
+    params = reference(remote_block_ids=[[0, 7, 8, 9], [0, 0, 18, 19]])
+    read = schedule(scheduler, make_request("d", [1] * 10, params), blocks([1, 2, 3], [0, 4, 5]))
+    assert read.reference["remote_block_ids"] == [[0, 7, 8, 9], [18, 19]]
+    assert params["remote_block_ids"] == [[0, 7, 8, 9], [0, 0, 18, 19]]
 
 
 def test_a_window_cannot_be_read_up_to_an_earlier_token() -> None:

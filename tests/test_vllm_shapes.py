@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvnixl.bench import vllm_child
-from kvnixl.bench.vllm_engines import Engine, Pair, Reference
+from kvnixl.bench.vllm_engines import Engine, Pair, Reference, prefill_params
 from tests.vllm_pairs import SharedEngines, rotate_block_ids
 
 pytestmark = pytest.mark.vllm
@@ -94,6 +94,32 @@ def test_generation_goes_on_past_the_window(
     prompt = make_prompt(150)
     answer = hybrid.handoff(prompt, max_tokens=WINDOW + 2 * BLOCK_SIZE).decode
     assert answer.token_ids == hybrid_reference.tokens(prompt, WINDOW + 2 * BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 6])
+def test_prompts_at_the_edge_of_a_window_are_computed_here(
+    hybrid: Pair, hybrid_reference: Reference, make_prompt: MakePrompt, num_blocks: int
+) -> None:
+    """Their last token attends to a token whose block neither engine keeps."""
+    prompt = make_prompt(WINDOW - 1 + num_blocks * BLOCK_SIZE)
+    answer = hybrid.handoff(prompt, max_tokens=MAX_TOKENS).decode
+    assert answer.token_ids == hybrid_reference.tokens(prompt, MAX_TOKENS)
+    assert answer.num_external_tokens == 0
+    assert counted(hybrid.decode)["pull_decisions_total=window_edge"] == 1
+    hybrid.prefill.wait_blocks_in_use(0)
+    assert counted(hybrid.prefill)["leases_ended_total=released"] == 1
+
+
+def test_a_window_that_has_moved_on_is_not_read(hybrid: Pair, make_prompt: MakePrompt) -> None:
+    """P generated tokens itself, and its window has left a block that D needs."""
+    prompt = make_prompt(WINDOW + BLOCK_SIZE - 10)
+    prefilled = hybrid.prefill.generate(prompt, 11, kv_transfer_params=prefill_params())
+    reference = prefilled.kv_transfer_params
+    assert reference is not None
+    assert 0 in (ids[0] for ids in reference["remote_block_ids"])  # vLLM's placeholder
+    hybrid.decode.generate(prompt, MAX_TOKENS, kv_transfer_params=reference)
+    counts = counted(hybrid.decode)
+    assert counts["reads_total=failed"] == counts["read_failures_total=blocks"] == 1
 
 
 @pytest.mark.parametrize(

@@ -783,7 +783,7 @@ def test_a_peer_that_restarted_is_read_again(start: Callable[..., Engine], net: 
         d.run()
         p.kill()
         p = start("P", 7000)
-        # The first request after a restart finds that out the hard way.
+        # Its reference tells that there was a restart.
         d.add(make_request(f"e{number}", [*prompt, 9], prefill(p, f"q{number}", [*prompt, 9])))
         for _ in range(200):
             if not d.busy:
@@ -794,7 +794,7 @@ def test_a_peer_that_restarted_is_read_again(start: Callable[..., Engine], net: 
         p.run()
         p.check_empty()  # long before the lease ends: the new start was told
         net.clock.now += 1.0
-    assert d.failed <= {"e0", "e1", "e2"}
+    assert not d.failed
     assert len(d.finished) == 6
     assert set(d.finished.values()) == {"length"}
     d.check_empty()

@@ -159,7 +159,8 @@ class ConnectorOptions:
     kv_lease_duration: float = _seconds(
         30.0,
         "How long a finished prefill keeps its blocks for a reader, and how far each heartbeat "
-        "extends that. Readers send a heartbeat every sixth of it.",
+        "extends that. Readers send a heartbeat every sixth of their own: give all engines the "
+        "same.",
         minimum=0.1,
     )
     kv_lease_slots: int = _option(

@@ -111,6 +111,8 @@ class KvNixlScheduler:
         self._groups = groups
         self._options = options
         self._clock = clock
+        # Microseconds, and so larger than before after a restart, as vLLM 0.33 expects it.
+        self._generation = time.time_ns() // 1000
         self._server: HandshakeServer | None = None
         # consumer
         self._pulls: dict[str, _Pull] = {}
@@ -274,6 +276,8 @@ class KvNixlScheduler:
                 return read
             wanted = blocks.blocks[group.index][first : -(-num_tokens // group.block_size)]
             if group.max_window_blocks:
+                # vLLM computes the last token once more, whose window begins one token earlier.
+                read.num_tokens = num_tokens - 1
                 wanted = wanted[-group.max_window_blocks :]
             # A windowed group has placeholders where the window has passed.
             local.append([block.block_id for block in wanted if not block.is_null])
@@ -292,7 +296,9 @@ class KvNixlScheduler:
         if pull.engine_id is None or not listed or len(listed) != len(self._groups):
             return reference  # the workers say what is wrong with it
         kept = [
-            list(itertools.dropwhile(_NULL_BLOCK.__eq__, ids)) if group.sliding_window else ids
+            list(itertools.dropwhile(lambda block: block == _NULL_BLOCK, ids))
+            if group.sliding_window
+            else ids
             for group, ids in zip(self._groups, listed, strict=True)
         ]
         return {**reference, "remote_block_ids": kept}
@@ -459,6 +465,7 @@ class KvNixlScheduler:
             expires_at=None,  # it moves with every heartbeat
             lease=lease,
             tp_size=self._facts.tp_size,
+            registration_generation=self._generation,
         )
 
     def _say_once(self, key: str, message: str, *args: object) -> None:
