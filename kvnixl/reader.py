@@ -90,11 +90,6 @@ DEFAULT_MAX_INFLIGHT_DESCS: Final = 1 << 17
 _HANDSHAKE_GRACE_S: Final = 1.0
 _CLOSE_INTERVAL_S: Final = 0.001
 
-# READs that are prepared before the first of them is posted: few enough that a network card, which
-# moves bytes by itself, gets its first ones without delay.
-_BATCH_READS: Final = 16
-_BATCH_BLOCK_PAIRS: Final = 8192
-
 _NOTIFIED_AS: Final = {
     Stage.DONE: Outcome.DONE,
     Stage.ABORTED: Outcome.RELEASED,
@@ -763,34 +758,14 @@ class Reader:
     # --- posting --------------------------------------------------------------------------------
 
     def _post_reads(self, now: float) -> None:
-        """Post what the budget has room for.
-
-        In batches, each step of the work for all of a batch: between processes of one machine NIXL
-        copies inside the posting call, and after each copy the processor's caches hold nothing of
-        the code and data that were used before it.
-        """
-        while made := self._make_reads(now):
-            states = [self._post(part, now) for part in made]
-            for part, state in zip(made, states, strict=True):
-                if state not in ("PROC", "PEND"):
-                    self._conclude(part, state, now)
-
-    def _make_reads(self, now: float) -> list[_Part]:
-        """The next batch, ready to be posted; empty if the budget has no room for any."""
         flow = self._flow
-        made: list[_Part] = []
-        block_pairs = 0
-        while len(made) < _BATCH_READS and block_pairs < _BATCH_BLOCK_PAIRS:
-            req_id = flow.next(now)
-            if req_id is None:
-                break
+        while (req_id := flow.next(now)) is not None:
             request = self._requests[req_id]
             part = request.unposted[-1]
             if part.ids is None and not self._build_ids(part, now):
                 continue
             if not flow.fits(part.num_bytes, part.num_descs):
-                break
-            block_pairs += part.num_pairs
+                return
             request.unposted.pop()
             request.bytes_left -= part.num_bytes
             if request.unposted:
@@ -799,9 +774,7 @@ class Reader:
                 flow.remove(req_id)
             if request.stage is Stage.QUEUED:
                 self._enter(request, Stage.READING, now)
-            if self._make(part, now):
-                made.append(part)
-        return made
+            self._post(part, now)
 
     def _build_ids(self, part: _Part, now: float) -> bool:
         request, rank = part.request, part.rank
@@ -821,8 +794,7 @@ class Reader:
         part.num_pairs = len(local)
         return True
 
-    def _make(self, part: _Part, now: float) -> bool:
-        """Whether the transfer could be made; the request failed otherwise."""
+    def _post(self, part: _Part, now: float) -> None:
         request, rank = part.request, part.rank
         incarnation = request.incarnation
         assert incarnation is not None
@@ -840,32 +812,26 @@ class Reader:
         local_ids, remote_ids = part.ids
         part.ids = None
         try:
-            part.transfer = self._agent.make_prepped_xfer(
+            transfer = part.transfer = self._agent.make_prepped_xfer(
                 "READ", rank.local.prepared, local_ids, rank.prepared, remote_ids, notification
             )
         except KvNixlError as error:
             self._read_failed(part, error, now, FailureCause.POST)
-            return False
+            return
         request.posted[part.tp_rank] = part
         self._in_flight[id(part)] = part
         self._flow.take(part.num_bytes, part.num_descs)
         part.budgeted = True
-        return True
-
-    def _post(self, part: _Part, now: float) -> str:
-        """The transfer's state."""
-        request, transfer = part.request, part.transfer
-        assert transfer is not None
-        if request.ending is not None:  # by what became of another READ of the batch
-            return "ERR"
         request.num_descs += part.num_descs
         request.num_descs_before += part.num_pairs
         self.counters.descs_posted += part.num_descs
         try:
-            return transfer.post()
+            state: str = transfer.post()
         except AgentError as error:
             self._read_failed(part, error, now, FailureCause.POST)
-            return "ERR"
+            state = "ERR"
+        if state not in ("PROC", "PEND"):
+            self._conclude(part, state, now)
 
     def _read_failed(
         self,

@@ -896,7 +896,7 @@ def test_a_stock_rank_that_was_told_by_its_read_is_not_told_twice(world: World) 
 def test_the_second_part_cannot_be_posted(world: World) -> None:
     producer = world.producer(tp_size=2)
     world.fabric.script(Plan(polls=None), remote="prefill-1")
-    world.fabric.script(Plan(post=nixlBackendError), remote="prefill-0")
+    world.fabric.script(Plan(make=nixlBackendError), remote="prefill-0")
     world.fetch(producer, "r")
     world.step(3)
     assert "r" not in world.outcomes
@@ -905,64 +905,6 @@ def test_the_second_part_cannot_be_posted(world: World) -> None:
     world.step()
     assert world.outcomes["r"].cause is FailureCause.POST
     assert world.reader.bytes_in_flight == 0
-
-
-def test_a_read_is_not_posted_when_another_of_its_request_cannot_be_made(world: World) -> None:
-    producer = world.producer(tp_size=2)
-    world.fabric.script(Plan(polls=None), remote="prefill-1")
-    world.fabric.script(Plan(make=nixlBackendError), remote="prefill-0")
-    world.fetch(producer, "r")
-    world.step(3)
-    outcome = world.outcomes["r"]
-    assert outcome.cause is FailureCause.POST
-    assert outcome.num_descs == 0, "nothing had to be waited for"
-    assert world.fabric.transfers == []
-    assert world.reader.bytes_in_flight == 0
-
-
-@pytest.mark.parametrize(("bound", "value"), [("_BATCH_READS", 2), ("_BATCH_BLOCK_PAIRS", 4)])
-def test_one_step_posts_batch_after_batch(
-    make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch, bound: str, value: int
-) -> None:
-    monkeypatch.setattr(f"kvnixl.reader.{bound}", value)
-    block = LAYERS * HEADS * HEAD_BYTES
-    world = make_world(max_inflight_bytes=5 * block)
-    producer = world.producer()
-    world.fabric.plan = Plan(polls=None)
-    calls: list[str] = []
-
-    def recorded(name: str) -> Callable[..., Any]:
-        call = getattr(world.raw, name)
-
-        def record(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return call(*args, **kwargs)
-
-        return record
-
-    make, post = "make_prepped_xfer", "transfer"
-    for name in (make, post):
-        monkeypatch.setattr(world.raw, name, recorded(name))
-    ids = [f"r{i}" for i in range(6)]
-    for i, req_id in enumerate(ids):
-        world.fetch(producer, req_id, [i], [i])
-    world.step()
-    assert calls == [make, make, post, post, make, make, post, post, make, post]
-    stages = [world.reader.stage(req_id) for req_id in ids]
-    assert stages == [Stage.READING] * 5 + [Stage.QUEUED]
-    assert world.reader.bytes_in_flight == 5 * block
-
-
-def test_reads_that_end_while_they_are_posted_leave_their_budget_to_the_next_batch(
-    make_world: Callable[..., World],
-) -> None:
-    world = make_world(max_inflight_bytes=2 * LAYERS * HEADS * HEAD_BYTES)
-    producer = world.producer()
-    for i in range(6):
-        world.fetch(producer, f"r{i}", [i], [i])
-    world.step()
-    assert world.reader.bytes_in_flight == 0
-    assert all(world.outcomes[f"r{i}"].verified for i in range(6))
 
 
 @pytest.mark.parametrize(
