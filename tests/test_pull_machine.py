@@ -26,7 +26,6 @@ import hypothesis.strategies as st
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from kvnixl.agent import Agent, Transfer
@@ -56,6 +55,7 @@ from kvnixl.wire import (
     encode_heartbeat,
     parse_notification,
 )
+from tests.machines import machine_settings, run_seeds
 
 LONG = os.environ.get("KVNIXL_LONG") == "1"
 NUM_SEEDS = 2000 if LONG else 50
@@ -913,14 +913,7 @@ class PullMachine(RuleBasedStateMachine):
 def test_the_pull_path_keeps_its_promises_state_machine() -> None:
     run_state_machine_as_test(
         PullMachine,
-        settings=settings(
-            max_examples=NUM_EXAMPLES,
-            stateful_step_count=STEPS_PER_EXAMPLE,
-            derandomize=not LONG,
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
+        settings=machine_settings(NUM_EXAMPLES, STEPS_PER_EXAMPLE, derandomize=not LONG),
     )
 
 
@@ -935,20 +928,9 @@ def run(seed: int) -> Counter[str]:
     return world.seen
 
 
-def run_many(seeds: Iterable[int]) -> Counter[str]:
-    seen: Counter[str] = Counter()
-    for seed in seeds:
-        try:
-            seen += run(seed)
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
-    return seen
-
-
 @pytest.mark.timeout(TEST_TIMEOUT_S)
 def test_the_pull_path_keeps_its_promises_long_runs() -> None:
-    seen = run_many(range(NUM_SEEDS))
+    seen = run_seeds(run, range(NUM_SEEDS))
     for what in (
         "done verified",
         "done",
@@ -1014,4 +996,4 @@ def test_a_broken_pull_path_is_noticed(
 ) -> None:
     break_it(monkeypatch)
     with pytest.raises(AssertionError):
-        run_many(range(NUM_SEEDS))
+        run_seeds(run, range(NUM_SEEDS))

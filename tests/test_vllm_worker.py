@@ -15,14 +15,13 @@ import logging
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 vllm_world = pytest.importorskip("tests.vllm_world", reason="vLLM is not installed")
@@ -37,6 +36,7 @@ from kvnixl.vllm import worker as worker_module  # noqa: E402
 from kvnixl.vllm.messages import KvNixlWorkerMetadata  # noqa: E402
 from kvnixl.vllm.scheduler import KvNixlScheduler  # noqa: E402
 from kvnixl.vllm.worker import KvNixlWorker, describe  # noqa: E402
+from tests.machines import machine_settings, run_seeds  # noqa: E402
 from tests.vllm_world import Engine, Net, joined, make_request  # noqa: E402
 
 pytestmark = pytest.mark.vllm
@@ -308,14 +308,7 @@ class ConnectorMachine(RuleBasedStateMachine):
 def test_the_connector_keeps_its_promises_state_machine() -> None:
     run_state_machine_as_test(
         ConnectorMachine,
-        settings=settings(
-            max_examples=NUM_EXAMPLES,
-            stateful_step_count=STEPS_PER_EXAMPLE,
-            derandomize=not LONG,
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
+        settings=machine_settings(NUM_EXAMPLES, STEPS_PER_EXAMPLE, derandomize=not LONG),
     )
 
 
@@ -329,20 +322,9 @@ def run(seed: int) -> Counter[str]:
     return world.seen
 
 
-def run_many(seeds: Iterable[int]) -> Counter[str]:
-    seen: Counter[str] = Counter()
-    for seed in seeds:
-        try:
-            seen += run(seed)
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
-    return seen
-
-
 @pytest.mark.timeout(TEST_TIMEOUT_S)
 def test_the_connector_keeps_its_promises_long_runs() -> None:
-    seen = run_many(range(NUM_SEEDS))
+    seen = run_seeds(run, range(NUM_SEEDS))
     assert seen["received"] - seen["failed"] >= NUM_SEEDS, seen
     for what in ("answers", "sent", "failed", "aborts", "preempted", "lost", "tampered"):
         assert seen[what] >= NUM_SEEDS / 2, f"{what!r} hardly ever happened: {seen}"
@@ -469,7 +451,7 @@ def test_a_broken_connector_is_noticed(
 ) -> None:
     break_it(monkeypatch)
     with pytest.raises(AssertionError):
-        run_many(range(max(NUM_SEEDS, 40)))
+        run_seeds(run, range(max(NUM_SEEDS, 40)))
 
 
 # --- one thing at a time ------------------------------------------------------------------------
