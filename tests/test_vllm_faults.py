@@ -558,7 +558,10 @@ FORGED: dict[str, tuple[Tamper, str]] = {
     "lease as a number": (_set(kvnixl_lease=17), REFUSED),
     "lease of another slot": (_lease(lambda slot, nonce: f"{int(slot) + 1}:{nonce}"), REFUSED),
     "lease out of range": (_lease(lambda slot, nonce: f"{2**24 - 1}:{nonce}"), REFUSED),
-    "lease of another nonce": (_lease(lambda slot, nonce: f"{slot}:{nonce[:-1]}1"), REFUSED),
+    "lease of another nonce": (
+        _lease(lambda slot, nonce: f"{slot}:{int(nonce, 16) ^ 2:x}"),
+        REFUSED,
+    ),
     "lease of slot 10**30": (_lease(lambda slot, nonce: f"{10**30}:{nonce}"), REFUSED),
     "push mode": (_set(transfer_mode="push"), WHATEVER),
     # vLLM's front end refuses them by itself.
