@@ -36,7 +36,8 @@ from kvnixl.bench.vllm_engines import (
 from tests import vllm_core_probes as probes
 from tests.vllm_pairs import SharedEngines
 
-pytestmark = pytest.mark.vllm
+# The first test may have to wait until vLLM is imported.
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 BLOCK = 32  # tokens
 BLOCK_BYTES = BLOCK * 4 * 4 * 2 * 64 * 4  # layers, KV heads, K and V, head size, float32

@@ -36,7 +36,8 @@ from kvnixl.bench.vllm_model import TinyModel
 from tests import vllm_fault_hooks as hooks
 from tests.vllm_pairs import SharedEngines
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+# The first test may have to wait until vLLM is imported.
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
 SHORT_LEASE_S = 1.0
 LONG_LEASE_S = 60.0

@@ -24,7 +24,8 @@ from kvnixl.metadata import LEASE_PARAM
 from kvnixl.wire import encode_get_meta
 from tests.vllm_pairs import SharedEngines, rotate_block_ids
 
-pytestmark = pytest.mark.vllm
+# The first test may have to wait until vLLM is imported.
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 BLOCK_SIZE = 32
 MAX_TOKENS = 8

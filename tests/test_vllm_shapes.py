@@ -18,7 +18,8 @@ from kvnixl.bench import vllm_child
 from kvnixl.bench.vllm_engines import Engine, Pair, Reference, prefill_params
 from tests.vllm_pairs import SharedEngines, rotate_block_ids
 
-pytestmark = pytest.mark.vllm
+# The first test may have to wait until vLLM is imported.
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 BLOCK_SIZE = 32
 WINDOW = 128
