@@ -304,6 +304,32 @@ def test_a_layout_of_tensors(config: Any) -> None:
     assert not layout.token_granular
 
 
+def test_blocks_that_hold_all_layers_are_one_descriptor_each(config: Any) -> None:
+    """What vLLM allocates for ``enable_cross_layers_blocks``."""
+    from vllm.v1.kv_cache_interface import KVCacheTensor
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.worker.utils import allocate_kv_cache
+
+    name = required_kvcache_layout(make_config(), cross_layers=True)
+    config.cache_config.get_resolved_kv_cache_layout = lambda: SimpleNamespace(name=name)
+    cache_config = make_cache_config(num_blocks=8)
+    (group,) = cache_config.kv_cache_groups
+    page, count = group.kv_cache_spec.page_size_bytes, len(group.layer_names)
+    cache_config.kv_cache_tensors.append(
+        KVCacheTensor(8 * count * page, group.layer_names, page, count * page)
+    )
+    caches = allocate_kv_cache(cache_config, torch.device("cpu"), KVCacheLayout[name])
+    layout = cache_layout(config, transfer_groups(cache_config), caches)
+    (region,) = layout.regions
+    assert (region.num_blocks, region.block_len) == (8, count * page)
+    assert [member.layer for member in region.packed] == list(group.layer_names)
+    for member in region.packed:
+        for block in range(8):
+            address = region.base + block * region.block_stride + member.offset
+            assert address == caches[member.layer][block].data_ptr()
+    assert layout.kv_layout == name
+
+
 def test_kernel_blocks_are_counted(config: Any) -> None:
     groups = transfer_groups(make_cache_config())
     caches = {layer: torch.zeros(16, 2, 2, 16) for layer in groups[0].layers}

@@ -28,12 +28,13 @@ vllm_world = pytest.importorskip("tests.vllm_world", reason="vLLM is not install
 
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 
+from kvnixl.errors import KvNixlError  # noqa: E402
 from kvnixl.fake import Plan, nixlBackendError  # noqa: E402
 from kvnixl.leases import ProducerLeaseSlots  # noqa: E402
 from kvnixl.outcomes import FailureCause, ReadOutcome, Stage  # noqa: E402
 from kvnixl.vllm import scheduler as scheduler_module  # noqa: E402
 from kvnixl.vllm import worker as worker_module  # noqa: E402
-from kvnixl.vllm.messages import KvNixlWorkerMetadata  # noqa: E402
+from kvnixl.vllm.messages import KvNixlWorkerMetadata, ReadRequest  # noqa: E402
 from kvnixl.vllm.scheduler import KvNixlScheduler  # noqa: E402
 from kvnixl.vllm.worker import KvNixlWorker, describe  # noqa: E402
 from tests.machines import machine_settings, run_seeds  # noqa: E402
@@ -817,6 +818,16 @@ def test_shutdown_lets_its_own_reads_end_before_it_deregisters_their_memory(
     d.shutdown()
     assert not net.fabric.violations
     assert "could not be given back" not in caplog.text
+
+
+def test_the_older_question_never_passes_a_failed_read_off_as_received(
+    start: Callable[..., Engine],
+) -> None:
+    connector = start("D", 7001).ranks[0].connector
+    assert connector.get_finished(set()) == (set(), set())
+    connector._worker._start_read(connector._worker._reader, "r", ReadRequest({}, awaited=True))
+    with pytest.raises(KvNixlError, match=r"'r'.*get_transfer_results"):
+        connector.get_finished(set())
 
 
 def test_worker_messages_add_up() -> None:

@@ -42,6 +42,7 @@ from vllm.config import (  # noqa: E402
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.utils.hashing import get_hash_fn_by_name  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
@@ -61,11 +62,6 @@ from kvnixl.vllm import scheduler as scheduler_module  # noqa: E402
 from kvnixl.vllm import worker as worker_module  # noqa: E402
 from kvnixl.vllm.adapter import KVConnectorRole  # noqa: E402
 from kvnixl.vllm.connector import KvNixlConnector  # noqa: E402
-
-try:
-    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-except ImportError:  # pragma: no cover - moved
-    from vllm.v1.executor.utils import KVOutputAggregator  # type: ignore[no-redef]
 
 BLOCK_SIZE = 4
 KV_HEADS = 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from kvnixl.errors import KvNixlError
 from kvnixl.vllm.adapter import (
     CACHE_HIT_SOURCE,
     EngineFacts,
@@ -176,7 +177,17 @@ class KvNixlConnector(KVConnectorBase_V1, SupportsHMA):
         return self._works.finish_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """vLLM's older question, which has no room for reads that failed.
+
+        Raises:
+            KvNixlError: one did; to leave that out would make its blocks count as read.
+        """
         results = self._works.finish_step()
+        if results.failed_recving:
+            raise KvNixlError(
+                f"reads of {sorted(results.failed_recving)} failed, which get_finished cannot say: "
+                "use a vLLM that calls get_transfer_results (0.31 and later do)"
+            )
         return results.finished_sending, results.finished_recving
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -17,7 +17,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec, TypeVar
 
 import numpy as np
@@ -558,9 +558,8 @@ class StatsCollector:
     def update_producer(self, counters: ProducerCounters, held: int) -> None:
         """Take over ``Producer.counters``, which only grow, and how many requests are held now."""
         self._gauges["leases_held"] = int(held)
-        for field, count in asdict(counters).items():
-            name, label = _PRODUCER[field]
-            self._advance(name, label, count)
+        for field, (name, label) in _PRODUCER.items():
+            self._advance(name, label, getattr(counters, field))
 
     # --- scheduler ---
 

@@ -62,8 +62,8 @@ _REMEDIES = {
     FailureCause.POST: "see the NIXL and UCX lines above",
     FailureCause.TRANSFER: "see the NIXL and UCX lines above",
     FailureCause.DISCONNECTED: "the prefill engine ended or was restarted",
-    FailureCause.LEASE_ENDED: "this engine was too slow for the lease: raise kv_lease_duration of "
-    "the prefill engine if this happens often",
+    FailureCause.LEASE_ENDED: "if the lease ends before reads do again and again, raise "
+    "kv_lease_duration of the prefill engine",
     FailureCause.TIMEOUT: "check the network, or raise the timeout",
 }
 
