@@ -340,9 +340,13 @@ def test_an_engine_that_cannot_be_made_says_why(vllm_engines: SharedEngines) -> 
         vllm_engines.template.start(spec)
 
 
-def test_an_interpreter_without_vllm_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("socket_ends", ["with the process", "before its last words"])
+def test_an_interpreter_without_vllm_says_so(tmp_path: Path, socket_ends: str) -> None:
+    source = "raise ImportError('no vLLM here')"
+    if socket_ends == "before its last words":
+        source = f"import os, sys, time; os.close(int(sys.argv[1])); time.sleep(0.3); {source}"
     # A directory that hides the real vLLM.
-    (tmp_path / "vllm.py").write_text("raise ImportError('no vLLM here')")
+    (tmp_path / "vllm.py").write_text(source)
     with pytest.raises(EngineError, match="ImportError: no vLLM here"):
         EngineTemplate(tmp_path / "work", import_paths=[tmp_path])
 

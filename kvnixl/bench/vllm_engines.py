@@ -65,6 +65,8 @@ START_TIMEOUT_S = 180.0
 # How long an engine may take to end in good order.
 STOP_TIMEOUT_S = 20.0
 
+# A process that closed its end of a pipe may take so long to end.
+_LAST_WORDS_S = 5.0
 _LOG_TAIL_LINES = 30
 _CONTROL_BYTES = 1 << 18
 _LOOPBACK = "127.0.0.1"
@@ -582,6 +584,9 @@ class Engine:
             future.set_exception(self._gone_error())
 
     def _gone_error(self) -> EngineError:
+        # A dying process closes its pipe before it writes why it died.
+        if not self._closed:
+            self._wait_end(_LAST_WORDS_S)
         return EngineError(f"engine {self.name} (process {self.pid}) is gone{self._log_tail()}")
 
     def _late(self, what: str, timeout: float) -> EngineError:
@@ -752,6 +757,9 @@ class EngineTemplate:
         return pickle.loads(answer)
 
     def _gone_error(self) -> EngineError:
+        # A dying process closes its socket before it writes why it died.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LAST_WORDS_S)
         log = self.log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
         return EngineError("the process with vLLM is gone; its log ends with\n" + "\n".join(log))
 
