@@ -39,6 +39,9 @@ extensions = [
     for path in sorted(Path("kvnixl").glob("_*.pyx"))
 ]
 
+if not extensions:
+    raise SystemExit("there is no kvnixl/_*.pyx here: this source tree is not complete")
+
 setup(
     ext_modules=cythonize(
         extensions,

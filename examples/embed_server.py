@@ -90,9 +90,9 @@ class PrefillKv:
         self.agent = Agent.open()
         self.producer = EmbeddedProducer(self.agent, layout, compat=COMPAT, server=server)
 
-    def offer(self, req_id: str, block_ids: list[int], num_tokens: int) -> Json:
+    def offer(self, req_id: str, block_ids: list[int], prompt: list[int]) -> Json:
         """Promise that the blocks stay as they are; returns what a reader needs to know."""
-        return self.producer.offer(req_id, [block_ids], num_tokens)
+        return self.producer.offer(req_id, [block_ids], len(prompt), prompt_token_ids=prompt)
 
     def cancel(self, req_id: str) -> bool:
         return self.producer.cancel(req_id)
@@ -125,8 +125,10 @@ class DecodeKv:
             lease_verification="require",
         )
 
-    def fetch(self, req_id: str, reference: Json, block_ids: list[int], num_tokens: int) -> None:
-        self.reader.fetch(req_id, reference, [block_ids], num_tokens=num_tokens)
+    def fetch(self, req_id: str, reference: Json, block_ids: list[int], prompt: list[int]) -> None:
+        self.reader.fetch(
+            req_id, reference, [block_ids], num_tokens=len(prompt), prompt_token_ids=prompt
+        )
 
     def release(self, reference: object) -> None:
         """Tell the engine that offers the blocks that they will not be read."""
@@ -275,7 +277,7 @@ class PrefillEngine(Engine):
         request.block_ids = block_ids
         self.prefill(request)
         req_id = uuid.uuid4().hex
-        reference = self.kv.offer(req_id, block_ids, len(request.prompt))
+        reference = self.kv.offer(req_id, block_ids, request.prompt)
         self.offered[req_id] = request
         request.reply.set_result(
             {
@@ -333,7 +335,7 @@ class DecodeEngine(Engine):
         req_id = uuid.uuid4().hex
         self.fetching[req_id] = request
         prompt_blocks = block_ids[: request.num_prompt_blocks]
-        self.kv.fetch(req_id, request.reference, prompt_blocks, len(request.prompt))
+        self.kv.fetch(req_id, request.reference, prompt_blocks, request.prompt)
 
     def continue_after(self, request: Request, outcome: ReadOutcome) -> None:
         if outcome.verified:

@@ -43,6 +43,7 @@ from kvnixl.errors import (
     WireError,
 )
 from kvnixl.keys import CurveClientKeys, CurveServerKeys
+from kvnixl.loglimit import LogLimiter
 from kvnixl.wire import (
     MAX_REPLY_BYTES,
     MAX_REQUEST_BYTES,
@@ -277,26 +278,6 @@ class ServerCounters:
         return asdict(self)
 
 
-class _LogLimiter:
-    """At most one line per cause and interval; the next line says how many were left out."""
-
-    INTERVAL_S = 10.0
-
-    def __init__(self) -> None:
-        self._next: dict[str, float] = {}
-        self._left_out: Counter[str] = Counter()
-
-    def warning(self, cause: str, message: str, *args: object) -> None:
-        now = time.monotonic()
-        if now < self._next.get(cause, now):
-            self._left_out[cause] += 1
-            return
-        self._next[cause] = now + self.INTERVAL_S
-        left_out = self._left_out.pop(cause, 0)
-        more = f" ({left_out} more like this since the last such line)" if left_out else ""
-        logger.warning(message + "%s", *args, more)
-
-
 class HandshakeServer:
     """Serves handshake payloads to peers, from one thread.
 
@@ -350,7 +331,7 @@ class HandshakeServer:
         self._port_option = port_option
         self._curve = curve
         self._clock = clock
-        self._limiter = _LogLimiter()
+        self._limiter = LogLimiter(logger)
         self._payloads: dict[Rank, zmq.Frame] = {}
         self._thread: threading.Thread | None = None
         self._stopping = False

@@ -214,7 +214,8 @@ class HeartbeatTracker:
             self.given_up += len(group.requests)
             logger.warning(
                 "Engine %r at %s:%d has not answered for %.0f s: the leases of %d waiting "
-                "request(s) are no longer renewed.",
+                "request(s) are no longer renewed. Check that it runs, and that its side channel "
+                "can be reached from here.",
                 address.engine_id,
                 address.host,
                 address.port,

@@ -10,9 +10,11 @@ Everything that arrives from outside is checked here, after it was decoded: what
 
 from __future__ import annotations
 
+import hashlib
 import math
 import operator
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, NoReturn
@@ -35,6 +37,7 @@ __all__ = [
     "MAX_REGION_MEMBERS",
     "MAX_REQUEST_ID_BYTES",
     "NIXL_CONNECTOR_VERSION",
+    "PROMPT_PARAM",
     "BlockIds",
     "HeartbeatInfo",
     "KvNixlExtension",
@@ -43,6 +46,7 @@ __all__ = [
     "NixlAgentMetadata",
     "NixlConnectorMetadata",
     "NixlHandshakePayload",
+    "PromptDigest",
     "PushRegistration",
     "RemoteMeta",
     "ReqMeta",
@@ -61,6 +65,9 @@ GET_META_MSG = b"get_meta_msg"
 
 LEASE_PARAM = "kvnixl_lease"
 """The key in ``kv_transfer_params`` that carries a lease as a string."""
+
+PROMPT_PARAM = "kvnixl_prompt"
+"""The key in ``kv_transfer_params`` that says of which prompt the blocks are."""
 
 LEASE_SLOT_BYTES = 8
 
@@ -142,6 +149,59 @@ def parse_lease(text: object) -> Lease:
         if lease.slot < MAX_LEASE_SLOTS and lease.nonce <= _INT63:
             return lease
     raise WireError(f"{_shorten(text)} is not a lease (expected '<slot>:<nonce in hex>')")
+
+
+# --- prompts ------------------------------------------------------------------------------------
+
+_PROMPT = re.compile(r"(0|[1-9][0-9]{0,15}):([0-9a-f]{32})", re.ASCII)
+
+
+class PromptDigest(NamedTuple):
+    """Of which prompt a request's blocks are, without saying the prompt.
+
+    A lease proves that the blocks stayed what they were, not that they belong to the reader's
+    prompt: a router may mix references up, or two engines may apply different chat templates.
+
+    Attributes:
+        num_tokens: tokens of the prompt.
+        digest: BLAKE2b of their ids as little-endian 64-bit integers, 16 bytes in hex.
+    """
+
+    num_tokens: int
+    digest: str
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int]) -> PromptDigest:
+        """
+        Raises:
+            ValueError: an id is no integer of 64 bits.
+        """
+        try:
+            packed = struct.pack(f"<{len(token_ids)}q", *token_ids)
+        except struct.error as error:
+            raise ValueError(f"token ids must be integers of 64 bits: {error}") from None
+        return cls(len(token_ids), hashlib.blake2b(packed, digest_size=16).hexdigest())
+
+    @classmethod
+    def parse(cls, text: object) -> PromptDigest:
+        """The inverse of ``str``; accepts its canonical form only.
+
+        Raises:
+            WireError: anything else.
+        """
+        match = _PROMPT.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
+            raise WireError(
+                f"{_shorten(text)} is not a prompt (expected '<tokens>:<32 hexadecimal digits>')"
+            )
+        return cls(int(match[1]), match[2])
+
+    def begins(self, token_ids: Sequence[int]) -> bool:
+        """Whether ``token_ids`` are this prompt, or begin with it."""
+        return self == self.of(token_ids[: self.num_tokens])
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens}:{self.digest}"
 
 
 # --- what a worker exports ----------------------------------------------------------------------
@@ -364,6 +424,7 @@ class TransferParams(Struct):
     remote_registration_generation: _Count | None = None
     transfer_mode: Annotated[str, Meta(max_length=64)] | None = None
     kvnixl_lease: str | None = None
+    kvnixl_prompt: str | None = None
 
     @classmethod
     def parse(cls, params: object, request_id: ReqId) -> TransferParams:
@@ -416,10 +477,19 @@ class TransferParams(Struct):
                 parse_lease(self.kvnixl_lease)
             except WireError as error:
                 raise TransferParamsError(request_id, LEASE_PARAM, str(error)) from None
+        if self.kvnixl_prompt is not None:
+            try:
+                PromptDigest.parse(self.kvnixl_prompt)
+            except WireError as error:
+                raise TransferParamsError(request_id, PROMPT_PARAM, str(error)) from None
 
     @property
     def lease(self) -> Lease | None:
         return None if self.kvnixl_lease is None else parse_lease(self.kvnixl_lease)
+
+    @property
+    def prompt(self) -> PromptDigest | None:
+        return None if self.kvnixl_prompt is None else PromptDigest.parse(self.kvnixl_prompt)
 
     def remote(self, request_id: ReqId) -> RemoteMeta:
         """Where the request's blocks are.
@@ -445,6 +515,7 @@ class TransferParams(Struct):
             num_tokens=self.remote_num_tokens,
             registration_generation=self.remote_registration_generation or 0,
             lease=self.lease,
+            prompt=self.prompt,
         )
 
 
@@ -539,6 +610,7 @@ class RemoteMeta:
         registration_generation: grows when the owner registers its KV cache anew (since protocol
             version 15); 0 if it did not say.
         lease: the owner's promise, ``None`` if it gave none.
+        prompt: of which prompt the blocks are, ``None`` if the owner did not say.
     """
 
     block_ids: BlockIds
@@ -550,6 +622,7 @@ class RemoteMeta:
     num_tokens: int | None = None
     registration_generation: int = 0
     lease: Lease | None = None
+    prompt: PromptDigest | None = None
 
 
 @dataclass(slots=True)

@@ -29,6 +29,7 @@ class FailureCause(enum.StrEnum):
     """Why a request failed; one counter each."""
 
     REFERENCE = "bad reference"
+    PROMPT = "other prompt"
     NOT_ALLOWED = "remote not allowed"
     TOO_MANY_REMOTES = "too many remotes"
     HANDSHAKE = "handshake"

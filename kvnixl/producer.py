@@ -38,11 +38,13 @@ from kvnixl.metadata import (
     MAX_BLOCK_IDS,
     MAX_LEASE_SLOTS,
     MAX_REQUEST_ID_BYTES,
+    PROMPT_PARAM,
     KvNixlExtension,
     Lease,
     LeaseSlotRegion,
     NixlAgentMetadata,
     NixlHandshakePayload,
+    PromptDigest,
     format_lease,
 )
 from kvnixl.wire import (
@@ -725,10 +727,12 @@ def transfer_reference(
     dcp_size: int = 1,
     pp_size: int = 1,
     registration_generation: int | None = None,
+    prompt_token_ids: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """Everything a reader needs to fetch a request, as JSON values.
 
-    The keys are those of vLLM's ``kv_transfer_params``, and ``kvnixl_lease`` if there is a lease.
+    The keys are those of vLLM's ``kv_transfer_params``, and ``kvnixl_lease`` if there is a lease,
+    ``kvnixl_prompt`` if the prompt is known.
 
     Args:
         engine_id: the engine that holds the blocks.
@@ -743,6 +747,8 @@ def transfer_reference(
         registration_generation: another number for each start of an engine that keeps its id and
             address, so that a reader that knows an earlier start meets the engine again; below
             2**53, which JSON carries everywhere.
+        prompt_token_ids: the prompt, so that a reader of another one can tell. Only a digest of it
+            is given out, see `kvnixl.metadata.PromptDigest`.
     """
     reference: dict[str, Any] = {
         "do_remote_prefill": True,
@@ -763,6 +769,8 @@ def transfer_reference(
         reference["remote_registration_generation"] = registration_generation
     if lease is not None:
         reference[LEASE_PARAM] = format_lease(*lease)
+    if prompt_token_ids is not None:
+        reference[PROMPT_PARAM] = str(PromptDigest.of(prompt_token_ids))
     return reference
 
 
@@ -913,6 +921,7 @@ class EmbeddedProducer:
         num_tokens: int,
         consumers: int = 1,
         lease_duration: float | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
     ) -> dict[str, Any]:
         """Promise the blocks of a finished prefill to its readers.
 
@@ -922,6 +931,8 @@ class EmbeddedProducer:
             num_tokens: tokens whose KV the blocks hold.
             consumers: how many readers will fetch it; the lease ends after all of them.
             lease_duration: seconds, instead of the usual ones.
+            prompt_token_ids: the prompt; readers that say theirs are then refused the blocks of
+                another one. Only a digest is given out.
 
         Returns:
             The reference for the readers: see `transfer_reference`. Without ``kvnixl_lease`` when
@@ -963,6 +974,7 @@ class EmbeddedProducer:
             address=self._address,
             expires_at=expires_at,
             lease=lease,
+            prompt_token_ids=prompt_token_ids,
         )
 
     def _checked_blocks(self, req_id: str, block_ids: Sequence[BlockIdList]) -> list[list[int]]:

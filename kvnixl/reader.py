@@ -295,6 +295,7 @@ class Reader:
                 backoff=backoff,
                 max_remotes=max_remotes,
                 counters=self.counters,
+                clock=clock,
             )
         except BaseException:
             if self._verifier is not None:
@@ -351,6 +352,7 @@ class Reader:
         num_computed_blocks: Sequence[int] | None = None,
         num_tokens: int | None = None,
         timeout: float | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
     ) -> None:
         """Read the blocks of a request. What comes of it is an outcome of ``step()``.
 
@@ -370,10 +372,14 @@ class Reader:
             num_tokens: tokens, from the beginning of the sequence, that are needed. The request
                 fails if the remote blocks hold fewer. Not checked by default.
             timeout: seconds for the request, instead of the reader's ``request_timeout``.
+            prompt_token_ids: the prompt. If the reference says of which prompt its blocks are, and
+                this one neither is that nor begins with it, the request fails, and the producer is
+                told nothing: the blocks are another request's. Not checked by default.
 
         Raises:
             RequestInProgressError: the id has no outcome yet.
-            ValueError: the timeout is no positive number of seconds, or ``num_tokens`` negative.
+            ValueError: the timeout is no positive number of seconds, ``num_tokens`` negative, or a
+                token id no integer.
             ClosedError: the reader was closed.
         """
         self._check_open("fetch")
@@ -398,7 +404,7 @@ class Reader:
             num_tokens=num_tokens,
         )
         self._requests[req_id] = request
-        remote = self._remote_of(request, reference, now)
+        remote = self._remote_of(request, reference, prompt_token_ids, now)
         if remote is None:
             return
         meta = request.meta
@@ -588,7 +594,13 @@ class Reader:
             self._allowed.check(meta.host)
         return RemoteKey(PeerAddress(meta.engine_id, meta.host, meta.port), tp_size), meta
 
-    def _remote_of(self, request: _Request, reference: object, now: float) -> Remote | None:
+    def _remote_of(
+        self,
+        request: _Request,
+        reference: object,
+        prompt_token_ids: Sequence[int] | None,
+        now: float,
+    ) -> Remote | None:
         """Whom the request reads; ``None`` if it failed over this."""
         try:
             key, request.meta = self._parse(reference, request.req_id)
@@ -597,6 +609,15 @@ class Reader:
             return None
         except (WireError, TopologyError) as error:
             self._fail(request, FailureCause.REFERENCE, str(error), now)
+            return None
+        prompt = request.meta.prompt
+        mine = prompt_token_ids
+        if prompt is not None and mine is not None and not prompt.begins(mine):
+            reason = (
+                f"the reference is of another prompt, of {prompt.num_tokens} tokens; this one has "
+                f"{len(mine)}"
+            )
+            self._fail(request, FailureCause.PROMPT, reason, now)
             return None
         request.remote = self._remotes.get(key, now)
         if request.remote is None:

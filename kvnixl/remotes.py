@@ -21,7 +21,7 @@ import logging
 import math
 import mmap
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -34,6 +34,7 @@ from kvnixl.handshake import HandshakeFailed
 from kvnixl.heartbeat import RemoteRank
 from kvnixl.layout import CacheLayout, layout_from_metadata
 from kvnixl.leases import LeaseVerifier, lease_slot_descs
+from kvnixl.loglimit import LogLimiter
 from kvnixl.outcomes import FailureCause, ReaderCounters
 from kvnixl.topology import RankRead, ReadPlan, check_parallel_sizes, plan_reads, target_ranks
 
@@ -260,6 +261,7 @@ class Remotes:
         backoff: tuple[float, float],
         max_remotes: int,
         counters: ReaderCounters,
+        clock: Callable[[], float],
     ) -> None:
         if not 0 < backoff[0] <= backoff[1] < math.inf:
             raise ConfigError(f"backoff {backoff} is not (shortest, longest) in seconds")
@@ -268,6 +270,8 @@ class Remotes:
         if not idle_timeout > 0:
             raise ConfigError(f"idle_timeout {idle_timeout} is not a positive number of seconds")
         self._counters = counters
+        # References name whatever remotes they like.
+        self._limiter = LogLimiter(logger, burst=10, clock=clock)
         self._agent = agent
         self._layout = layout
         self._verifier = verifier
@@ -491,7 +495,7 @@ class Remotes:
         remote.releases.clear()
         waiting, remote.waiting = remote.waiting, {}
         self._counters.remotes_not_met += 1
-        logger.warning("%s could not be met: %s", remote.key, reason)
+        self._limiter.warning("not met", "%s could not be met: %s", remote.key, reason)
         events.append(NotMet(remote, list(waiting), reason, cause))
 
     # loading

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SERVER = EXAMPLES / "embed_server.py"
-TIMEOUT_S = 60.0
+TIMEOUT_S = 100.0
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +149,12 @@ def children(process: subprocess.Popen[str]) -> list[int]:
     return []
 
 
+def loads_torch(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+    return False
+
+
 def kill(pids: list[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -226,7 +232,8 @@ def test_the_servers_end_with_the_process_that_started_them(
     start: Callable[..., subprocess.Popen[str]], number: signal.Signals
 ) -> None:
     process = start()
-    wait_for(lambda: len(children(process)) == 2, "two server processes")
+    # When they load their libraries, the process that started them has got on.
+    wait_for(lambda: [loads_torch(pid) for pid in children(process)] == [True] * 2, "two servers")
     servers = children(process)
     try:
         process.send_signal(number)
@@ -235,7 +242,7 @@ def test_the_servers_end_with_the_process_that_started_them(
     finally:
         kill(servers)
     if number == signal.SIGINT:
-        assert process.returncode == 130
+        assert process.returncode == 130, errors
         assert errors == ""
 
 
@@ -270,12 +277,14 @@ def test_the_roles_run_by_hand(
     status, answer = post(decode_url, "/generate", kv)
     assert (status, answer["kv"], answer["tokens"]) == (200, "verified", expected)
 
-    # A prompt that is shorter than what was offered goes with the first blocks of it.
+    # The blocks of another prompt are not used, and left to whom they belong.
     _, kv = post(prefill_url, "/prefill", body)
-    status, answer = post(decode_url, "/generate", {**kv, "prompt": prompt[:32]})
-    first = kv["first_token"]
-    after = llm.generate(model, [*prompt[:32].encode(), first], max_tokens - 1)
-    assert (status, answer["kv"], answer["tokens"]) == (200, "verified", [first, *after])
+    status, answer = post(decode_url, "/generate", {**kv, "prompt": "another"})
+    assert status == 200
+    assert "of another prompt" in answer["kv"]
+    assert answer["tokens"] == llm.generate(model, b"another", max_tokens)
+    status, answer = post(decode_url, "/generate", kv)
+    assert (status, answer["kv"], answer["tokens"]) == (200, "verified", expected)
 
     # One that is longer, by a token that has room in the last block, is computed again.
     _, kv = post(prefill_url, "/prefill", body)

@@ -113,6 +113,19 @@ def wait_for(condition: Callable[[], object], what: str, timeout: float = 10.0) 
         time.sleep(0.002)
 
 
+class Clock:
+    """The real clock, which a test puts forward where it would have to wait for a time to pass.
+
+    So deadlines can be far away: how fast this machine is decides nothing.
+    """
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.perf_counter() + self.ahead
+
+
 def ask(sock: zmq.Socket[bytes], *frames: bytes) -> list[bytes]:
     sock.send_multipart(frames)
     assert sock.poll(10_000), "no answer"
@@ -166,6 +179,16 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def look_up_threads() -> int:
+    return sum(thread.name == "kvnixl-resolve-host" for thread in threading.enumerate())
+
+
+def close_server(server: HandshakeServer) -> None:
+    """``close()`` waits for a second at most; on a busy machine the thread ends a little later."""
+    server.close()
+    wait_for(lambda: not server.running, "the server's thread ended")
+
+
 # --- fixtures -----------------------------------------------------------------------------------
 
 
@@ -185,8 +208,7 @@ def make_server() -> Iterator[Callable[..., HandshakeServer]]:
 
     yield make
     for server in servers:
-        server.close()
-        assert not server.running
+        close_server(server)
 
 
 @pytest.fixture
@@ -206,7 +228,7 @@ def make_client() -> Iterator[Callable[..., HandshakeClient]]:
 
 @pytest.fixture
 def client(make_client: Callable[..., HandshakeClient]) -> HandshakeClient:
-    return make_client()
+    return make_client(timeout=20.0)
 
 
 @pytest.fixture
@@ -256,7 +278,7 @@ class Router:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(5)
+        self._thread.join(10)
         assert not self._thread.is_alive()
 
 
@@ -449,8 +471,7 @@ def test_a_message_of_a_million_frames_delays_nobody(
     assert read <= handshake._MAX_MESSAGE_FRAMES + 1  # and so the thread sees the stop flag soon
     assert server.counters.internal_errors == server.counters.bad_envelopes == 0
     assert "sent a message of more than 1024 frames" in caplog.text
-    server.close()
-    assert not server.running
+    close_server(server)
 
 
 def test_the_connection_survives_the_longest_message_that_is_read_to_its_end(
@@ -482,7 +503,7 @@ def test_a_peer_whose_question_was_lost_with_the_connections_asks_again(
         return frames, total
 
     monkeypatch.setattr(handshake, "_receive", first_one_overlong)
-    client = make_client(timeout=3.0)
+    client = make_client(timeout=6.0)
     client.start("P", "127.0.0.1", server.port)
     done(client)
     assert len(questions) == 2
@@ -490,20 +511,22 @@ def test_a_peer_whose_question_was_lost_with_the_connections_asks_again(
 
 
 def test_closing_connections_leaves_no_descriptor_and_keeps_the_port(
-    server: HandshakeServer, raw_socket: Callable[..., zmq.Socket[bytes]]
+    server: HandshakeServer, client: HandshakeClient
 ) -> None:
-    def attack(count: int) -> None:
-        before = server.counters.overlong_messages
-        for n in range(count):
-            with zmtp_connection(server) as stranger:
-                endless_message(stranger, 2_000)
-                wait_for(
-                    lambda: server.counters.overlong_messages > before + n,  # noqa: B023
-                    "it is counted",
-                )
+    def attack(times: int) -> None:
+        for _ in range(times):
+            before = server.counters.overlong_messages
+            while server.counters.overlong_messages == before:
+                # The socket that is just being closed may still take the next connection.
+                with contextlib.suppress(ConnectionError), zmtp_connection(server) as stranger:
+                    endless_message(stranger, 2_000)
+                    while stranger.recv(4096):
+                        pass
+            assert server.counters.overlong_messages == before + 1
 
     attack(1)
-    ask(raw_socket(zmq.REQ, server), encode_get_meta(0, 0))
+    client.start("P", "127.0.0.1", server.port)
+    done(client)
     descriptors = open_descriptors()
     attack(10)
     wait_for(lambda: open_descriptors() <= descriptors + 2, "the descriptors are closed")
@@ -512,9 +535,7 @@ def test_closing_connections_leaves_no_descriptor_and_keeps_the_port(
 
 
 def test_a_socket_that_cannot_be_replaced_at_once_is_replaced_later(
-    server: HandshakeServer,
-    raw_socket: Callable[..., zmq.Socket[bytes]],
-    monkeypatch: pytest.MonkeyPatch,
+    server: HandshakeServer, client: HandshakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = server._open_router
     failures = iter([OSError(errno.EMFILE, "Too many open files")] * 2)
@@ -529,7 +550,8 @@ def test_a_socket_that_cannot_be_replaced_at_once_is_replaced_later(
     with zmtp_connection(server) as stranger:
         endless_message(stranger, 2_000)
         wait_for(lambda: server.counters.internal_errors == 2, "it failed twice")
-    assert ask(raw_socket(zmq.REQ, server), encode_get_meta(0, 0))[0] == payload()
+    client.start("P", "127.0.0.1", server.port)
+    done(client)
 
 
 def test_an_unknown_rank_is_refused_by_name(
@@ -586,7 +608,11 @@ def zmtp_connection(server: HandshakeServer, kind: bytes = b"DEALER") -> socket.
     stranger.sendall(GREETING + b"\x04" + bytes([len(ready)]) + ready)
     received = b""
     while b"Socket-Type" not in received:
-        received += stranger.recv(4096)
+        data = stranger.recv(4096)
+        if not data:
+            stranger.close()
+            raise ConnectionResetError("the server closed the connection")
+        received += data
     return stranger
 
 
@@ -746,24 +772,6 @@ def test_a_flood_of_bad_questions_gives_one_log_line(
     assert server.counters.bad_requests == 200
 
 
-def test_the_next_log_line_says_how_many_were_left_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(handshake.time, "monotonic", lambda: now)
-    limiter = handshake._LogLimiter()
-    for _ in range(5):
-        limiter.warning("a", "cause %s", "A")
-    limiter.warning("b", "cause %s", "B")
-    now += limiter.INTERVAL_S
-    limiter.warning("a", "cause %s", "A")
-    assert [record.message for record in caplog.records] == [
-        "cause A",
-        "cause B",
-        "cause A (4 more like this since the last such line)",
-    ]
-
-
 # --- the server: starting and stopping ----------------------------------------------------------
 
 
@@ -779,7 +787,7 @@ def test_a_port_in_use_fails_at_start_up_and_names_the_option(server: HandshakeS
     assert "VLLM_" not in message
     assert (refused.value.host, refused.value.port) == ("127.0.0.1", server.port)
     assert not second.running
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     second.close()
 
 
@@ -953,8 +961,7 @@ def test_stopping_is_quick_final_and_may_be_repeated(
     greedy = raw_socket(zmq.DEALER, server)
     for _ in range(300):
         greedy.send_multipart([b"", encode_get_meta(0, 0)])
-    server.close()
-    assert not server.running  # close() waits for a second at most
+    close_server(server)
     server.close()
     with pytest.raises(ClosedError):
         server.start()
@@ -984,7 +991,7 @@ def test_stopping_does_not_wait_for_the_questions_that_have_come(
     wait_for(lambda: server._stopping, "the server is told to stop")
     stopping.set()
     closing.join(10)
-    assert not server.running
+    wait_for(lambda: not server.running, "the server's thread ended")
     assert server.counters.replies == 1
 
 
@@ -1064,16 +1071,26 @@ def test_the_clock_offset_comes_from_the_best_round_trip(
     assert clock.local_deadline(1000.0 + 80.0) <= 80.0
 
 
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    """A port that refuses connections, and stays nobody else's. A server may still bind it."""
+    with socket.socket() as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", 0))  # and does not listen
+        yield bound.getsockname()[1]
+
+
 def black_holes(
-    make_router: Callable[..., Router], listener: socket.socket, full_listener: socket.socket
+    make_router: Callable[..., Router],
+    listener: socket.socket,
+    full_listener: socket.socket,
+    questions: list[GetMeta],
 ) -> dict[str, int]:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        refused_port = closed.getsockname()[1]
+    """Ports of peers from which no answer comes; ``questions`` gets what one of them is asked."""
     return {
         "accepts, never greets": listener.getsockname()[1],
         "drops all packets": full_listener.getsockname()[1],
-        "refuses": refused_port,
-        "takes the question, never answers": make_router(lambda _: None).port,
+        "takes the question, never answers": make_router(questions.append).port,
     }
 
 
@@ -1083,10 +1100,12 @@ def test_black_holes_delay_nobody(
     make_router: Callable[..., Router],
     listener: socket.socket,
     full_listener: socket.socket,
+    closed_port: int,
 ) -> None:
     server = make_server()
     client = make_client(timeout=60.0)
-    holes = black_holes(make_router, listener, full_listener)
+    holes = black_holes(make_router, listener, full_listener, [])
+    holes["refuses"] = closed_port
     for name, port in holes.items():
         client.start(name, "127.0.0.1", port)
     client.poll(0.05)
@@ -1102,29 +1121,26 @@ def test_a_peer_that_does_not_answer_fails_at_its_own_deadline(
     listener: socket.socket,
     full_listener: socket.socket,
 ) -> None:
-    client = make_client(timeout=0.6)
-    holes = black_holes(make_router, listener, full_listener)
-    del holes["refuses"]  # that one says so
+    clock = Clock()
+    client = make_client(timeout=30.0, clock=clock)
+    questions: list[GetMeta] = []
+    holes = black_holes(make_router, listener, full_listener, questions)
     for name, port in holes.items():
         client.start(name, "127.0.0.1", port)
-    client.start("patient", "127.0.0.1", listener.getsockname()[1], timeout=60.0)
+    client.start("patient", "127.0.0.1", listener.getsockname()[1], timeout=600.0)
+    for attempt in (1, 2):
+        wait_for(lambda: client.poll() == [] and len(questions) == attempt, "one is asked")  # noqa: B023
+        clock.ahead += 10.0
+    clock.ahead += 9.5
     for outcome in outcomes(client, len(holes)):
         assert isinstance(outcome, HandshakeFailed)
         assert isinstance(outcome.error, HandshakeTimeoutError)
-        assert outcome.seconds >= 0.6
+        assert outcome.seconds >= 30.0
         name = outcome.peer.engine_id
         assert outcome.error.connected == (name == "takes the question, never answers")
-        assert f"127.0.0.1:{holes[name]} within 0.6 s" in str(outcome.error)
+        assert f"127.0.0.1:{holes[name]} within 30 s" in str(outcome.error)
     assert len(client) == 1
     assert client.outcomes == {"HandshakeTimeoutError": len(holes)}
-
-
-@pytest.fixture
-def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    assert isinstance(port, int)
-    return port
 
 
 def test_a_port_that_refuses_says_so_before_the_deadline(
@@ -1151,8 +1167,11 @@ def test_a_connection_that_fails_at_once_on_this_machine_says_so(
             return errno.EHOSTUNREACH
 
     monkeypatch.setattr(handshake.socket, "socket", NoRoute)
-    client = make_client(timeout=0.3)
+    clock = Clock()
+    client = make_client(timeout=30.0, clock=clock)
     client.start("P", "127.0.0.1", closed_port)
+    assert client.poll() == []
+    clock.ahead += 10.0  # the second attempt begins, which looks for a reason
     error = failure(client)
     assert isinstance(error, HandshakeConnectError)
     assert error.reason == "No route to host"
@@ -1187,14 +1206,17 @@ def test_a_name_server_that_does_not_answer_delays_nobody(
         assert release.wait(30)
         return []
 
-    client = make_client(resolve=resolve)
+    clock = Clock()
+    client = make_client(resolve=resolve, clock=clock, timeout=20.0)
     try:
-        client.start("slow", "prefill-7", 5600, timeout=1.0)
+        client.start("slow", "prefill-7", 5600, timeout=40.0)
         client.start("P", "127.0.0.1", server.port)
         assert done(client).peer.engine_id == "P"
+        clock.ahead += 40.0
         error = failure(client)
     finally:
         release.set()
+    wait_for(lambda: look_up_threads() == 0, "the look-up ended")
     assert isinstance(error, HostResolutionError)
     assert "prefill-7" in str(error)
 
@@ -1211,20 +1233,19 @@ def test_look_ups_that_hang_are_bounded_and_do_not_hold_addresses_up(
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
 
     client = make_client(resolve=resolve, max_concurrent=3, timeout=0.2)
-    threads = threading.active_count()
     try:
         for n in range(50):
             client.start(f"E{n}", f"slow-{n}", server.port)
         errors = [outcome.error for outcome in outcomes(client, 50)]  # type: ignore[union-attr]
         assert all(isinstance(error, HostResolutionError) for error in errors)
         assert "3 other names were being looked up" in str(errors[-1])
-        assert len(asked) == 3
-        assert threading.active_count() == threads + 3
+        assert look_up_threads() == 3
+        wait_for(lambda: len(asked) == 3, "all three look up")
         client.start("P", "127.0.0.1", server.port, timeout=20.0)
         done(client)
     finally:
         release.set()
-    wait_for(lambda: threading.active_count() == threads, "the look-ups ended")
+    wait_for(lambda: look_up_threads() == 0, "the look-ups ended")
     client.start("P", "prefill-9", server.port, timeout=20.0)
     done(client)
 
@@ -1315,8 +1336,11 @@ def test_without_descriptors_the_peer_fails_with_a_clear_reason_and_the_next_one
     if isinstance(outcome, HandshakeFailed):
         assert "Too many open files" in str(outcome.error)
         assert "engine 'P' at 127.0.0.1" in str(outcome.error)
-    # How many it takes differs a little: a connection that closes gives some back.
-    assert isinstance(outcome, HandshakeDone if spare > 10 else HandshakeFailed) or 6 <= spare <= 10
+    # How many it takes differs a little: a connection that closes gives some back. That of the
+    # first handshake has a descriptor at each end and one for its socket.
+    fewest = 3 if in_use else 6
+    if not fewest <= spare <= 10:
+        assert isinstance(outcome, HandshakeDone if spare > 10 else HandshakeFailed)
     client.start("P", "127.0.0.1", server.port)
     done(client)
 
@@ -1361,8 +1385,11 @@ def test_a_lost_answer_is_asked_for_once_more(
 ) -> None:
     answers = iter([None, [b"", *encode_reply(payload(), 1.0)]])
     router = make_router(lambda _: next(answers))
-    client = make_client(timeout=3.0)
+    clock = Clock()
+    client = make_client(timeout=30.0, clock=clock)
     client.start("P", "127.0.0.1", router.port)
+    wait_for(lambda: client.poll() == [] and router.questions, "it is asked")
+    clock.ahead += 10.0
     done(client)
     assert len(router.questions) == 2
 
@@ -1373,22 +1400,27 @@ def test_there_is_one_retry_and_ranks_that_answered_are_not_asked_again(
     router = make_router(
         lambda question: None if question.tp_rank else [b"", *encode_reply(payload(), 1.0)]
     )
-    client = make_client(timeout=0.6)
+    clock = Clock()
+    client = make_client(timeout=30.0, clock=clock)
     client.start("P", "127.0.0.1", router.port, [(0, 0), (0, 1)])
+    for count in (2, 3):
+        wait_for(lambda: client.poll() == [] and len(router.questions) == count, "it is asked")  # noqa: B023
+        clock.ahead += 10.0
+    clock.ahead += 9.5
     error = failure(client)
     assert isinstance(error, HandshakeTimeoutError)
     assert router.questions == [(0, 0), (0, 1), (0, 1)]
 
 
 def test_a_peer_that_starts_late_is_found(
-    make_server: Callable[..., HandshakeServer], make_client: Callable[..., HandshakeClient]
+    make_server: Callable[..., HandshakeServer],
+    make_client: Callable[..., HandshakeClient],
+    closed_port: int,
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as reserved:
-        port = reserved.getsockname()[1]
     client = make_client(timeout=20.0)
-    client.start("P", "127.0.0.1", port)
+    client.start("P", "127.0.0.1", closed_port)
     assert client.poll(0.2) == []
-    server = make_server({}, port=port)
+    server = make_server({}, port=closed_port)
     wait_for(lambda: client.poll() == [] and server.counters.not_ready > 1, "it was asked twice")
     server.publish({(0, 0): payload()})
     assert done(client).ranks[0, 0].metadata == agent_metadata()
@@ -1414,8 +1446,12 @@ def test_one_call_waits_for_a_peer_that_is_about_to_get_ready(
 def test_a_peer_that_never_gets_ready_says_so(
     make_server: Callable[..., HandshakeServer], make_client: Callable[..., HandshakeClient]
 ) -> None:
-    client = make_client(timeout=0.4)
-    client.start("P", "127.0.0.1", make_server({}).port)
+    clock = Clock()
+    client = make_client(timeout=30.0, clock=clock)
+    server = make_server({})
+    client.start("P", "127.0.0.1", server.port)
+    wait_for(lambda: client.poll() == [] and server.counters.not_ready > 1, "it was asked twice")
+    clock.ahead += 30.0
     error = failure(client)
     assert isinstance(error, HandshakeRefusedError)
     assert error.code == "not_ready"
@@ -1674,9 +1710,9 @@ def test_connections_at_a_time_are_bounded(
 def test_a_failure_at_once_is_delivered_before_the_others_are_waited_for(
     client: HandshakeClient, listener: socket.socket
 ) -> None:
-    client.start("dead", "127.0.0.1", listener.getsockname()[1], timeout=0.5)
+    client.start("dead", "127.0.0.1", listener.getsockname()[1], timeout=20.0)
     client.start("P", "no host", 5600)
-    (outcome,) = client.poll(10.0)
+    (outcome,) = client.poll(15.0)
     assert outcome.peer.engine_id == "P"
     (dead,) = client._pending.values()
     assert not dead.retried  # so poll() did not wait for it
@@ -1691,7 +1727,8 @@ def test_what_is_no_peer_fails_through_poll(client: HandshakeClient) -> None:
 def test_names_are_looked_up_and_every_address_gets_its_turn(
     server: HandshakeServer, make_client: Callable[..., HandshakeClient]
 ) -> None:
-    client = make_client(resolve=both_families, timeout=3.0)
+    clock = Clock()
+    client = make_client(resolve=both_families, timeout=30.0, clock=clock)
     client.start("P", "prefill-0", server.port)
     (pending,) = client._pending.values()
     assert done(client).peer.host == "prefill-0"
@@ -1700,6 +1737,9 @@ def test_names_are_looked_up_and_every_address_gets_its_turn(
     with HandshakeServer("::1", 0) as ipv6_only:
         ipv6_only.start({(0, 0): payload()})
         client.start("P", "prefill-0", ipv6_only.port)
+        (pending,) = client._pending.values()
+        wait_for(lambda: client.poll() == [] and pending.socket, "IPv4 is tried")
+        clock.ahead += 10.0
         done(client)
 
 
@@ -1898,7 +1938,7 @@ class Relay:
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(10)
             assert not thread.is_alive()
 
 
@@ -1963,8 +2003,16 @@ def test_without_the_key_no_byte_of_metadata_leaves(
         "wrong server key": CurveClientKeys(key_pairs["client"], key_pairs["stranger"].public),
     }[stranger]
     relay = make_relay(curve_server.port)
-    client = make_client(curve=curve, timeout=0.8)
+    clock = Clock()
+    client = make_client(curve=curve, timeout=30.0, clock=clock)
     client.start("P", "127.0.0.1", relay.port)
+    wait_for(lambda: client.poll() == [] and relay.from_server, "the server speaks")
+    if stranger == "unknown client key":
+        wait_for(
+            lambda: client.poll() == [] and curve_server.counters.denied_clients > 0,
+            "the key is refused",
+        )
+    clock.ahead += 29.0  # what is left is for the second attempt
     error = failure(client)
     assert isinstance(error, HandshakeTimeoutError)
     assert not error.connected
@@ -1973,8 +2021,6 @@ def test_without_the_key_no_byte_of_metadata_leaves(
     assert SECRET not in relay.from_server
     assert len(relay.from_server) < 5_000
     assert curve_server.counters.replies == 0
-    if stranger == "unknown client key":
-        assert curve_server.counters.denied_clients > 0
 
     honest = make_client(curve=CurveClientKeys(key_pairs["client"], key_pairs["server"].public))
     honest.start("P", "127.0.0.1", curve_server.port)

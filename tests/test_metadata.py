@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,6 +25,7 @@ from kvnixl.metadata import (
     LeaseSlotRegion,
     NixlAgentMetadata,
     NixlConnectorMetadata,
+    PromptDigest,
     RemoteMeta,
     TransferParams,
     format_lease,
@@ -110,6 +113,42 @@ def test_anything_but_a_canonical_lease_is_refused(text: object) -> None:
 def test_a_lease_out_of_range_is_not_written(slot: int, nonce: int) -> None:
     with pytest.raises(ValueError, match="lease"):
         format_lease(slot, nonce)
+
+
+# --- prompts ------------------------------------------------------------------------------------
+
+TOKEN_IDS = st.lists(st.integers(0, 2**31 - 1), max_size=50)
+
+
+@given(TOKEN_IDS, TOKEN_IDS)
+@PATIENT
+def test_a_prompt_is_told_from_others(mine: list[int], other: list[int]) -> None:
+    prompt = PromptDigest.parse(str(PromptDigest.of(mine)))
+    assert prompt.num_tokens == len(mine)
+    assert prompt.begins(mine)
+    assert prompt.begins(mine + other)
+    assert prompt.begins(other) == (other[: len(mine)] == mine)
+    assert prompt.begins(np.array(mine, np.int32))
+
+
+def test_the_form_of_a_prompt_stays_as_it_is() -> None:
+    """Engines of several versions have to agree."""
+    digest = hashlib.blake2b(b"\1" + bytes(7) + b"\2" + bytes(7), digest_size=16).hexdigest()
+    assert str(PromptDigest.of([1, 2])) == f"2:{digest}"
+
+
+@pytest.mark.parametrize("token_ids", [["1"], [1.0], [None], [2**63]])
+def test_token_ids_are_integers(token_ids: list[Any]) -> None:
+    with pytest.raises(ValueError, match="token ids must be integers"):
+        PromptDigest.of(token_ids)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1", "01:" + "0" * 32, "1:" + "0" * 31, "1:" + "A" * 32, "-1:" + "0" * 32, None, 7]
+)
+def test_anything_but_a_canonical_prompt_is_refused(text: object) -> None:
+    with pytest.raises(WireError, match="not a prompt"):
+        PromptDigest.parse(text)
 
 
 # --- what a worker exports ----------------------------------------------------------------------

@@ -40,7 +40,7 @@ from kvnixl.leases import (
     LeaseVerifier,
     lease_slot_descs,
 )
-from kvnixl.metadata import Lease, PushRegistration, TransferParams
+from kvnixl.metadata import Lease, PromptDigest, PushRegistration, TransferParams
 from kvnixl.producer import (
     EmbeddedProducer,
     EndedLease,
@@ -1297,6 +1297,12 @@ def test_a_reference_is_everything_a_reader_needs_in_json(embedded: Embedded) ->
     assert embedded.word(lease.slot) == lease.nonce
     remote = TransferParams.parse(reference, "D's id").remote("D's id")
     assert remote.lease == lease
+
+
+def test_an_offer_says_of_which_prompt_its_blocks_are(embedded: Embedded) -> None:
+    reference = embedded.producer.offer("a", [[0]], 3, prompt_token_ids=[7, 8, 9])
+    prompt = TransferParams.parse(json.loads(json.dumps(reference)), "D's id").prompt
+    assert prompt == PromptDigest.of([7, 8, 9])
 
 
 def test_the_lease_of_an_offer_lasts_as_long_as_its_reference_says(embedded: Embedded) -> None:

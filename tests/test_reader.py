@@ -51,7 +51,13 @@ from kvnixl.handshake import (
 from kvnixl.heartbeat import RemoteRank
 from kvnixl.layout import CacheLayout, layout_from_addresses
 from kvnixl.leases import LEASE_SLOT_BYTES, LeaseSlotAllocator, ProducerLeaseSlots
-from kvnixl.metadata import KvNixlExtension, LeaseSlotRegion, NixlAgentMetadata, format_lease
+from kvnixl.metadata import (
+    KvNixlExtension,
+    LeaseSlotRegion,
+    NixlAgentMetadata,
+    PromptDigest,
+    format_lease,
+)
 from kvnixl.reader import FailureCause, Reader, ReadOutcome, Stage
 from kvnixl.wire import Completion, OpenedHandshake, Outcome, parse_notification
 
@@ -599,6 +605,7 @@ def test_an_extra_trailing_remote_block_is_ignored(world: World) -> None:
         ({"dcp_size": 2}, "decode-context-parallel size"),
         ({"kvnixl_lease": "3:0"}, "kvnixl_lease"),
         ({"kvnixl_lease": 17}, "kvnixl_lease"),
+        ({"kvnixl_prompt": "3:x"}, "kvnixl_prompt"),
     ],
 )
 def test_a_bad_reference_fails_its_request_with_the_key(
@@ -612,6 +619,35 @@ def test_a_bad_reference_fails_its_request_with_the_key(
     assert (bad.stage, bad.cause) == (Stage.FAILED, FailureCause.REFERENCE)
     assert reason in bad.reason
     assert world.outcomes["good"].verified
+
+
+@pytest.mark.parametrize(
+    ("asked", "fits"),
+    [([5, 6, 7], True), ([5, 6, 7, 8], True), ([5, 6], False), ([5, 6, 8], False), (None, True)],
+)
+def test_the_blocks_of_another_prompt_are_not_read(
+    world: World, asked: list[int] | None, fits: bool
+) -> None:
+    producer = world.producer()
+    reference = producer.offer("r", [3], kvnixl_prompt=str(PromptDigest.of([5, 6, 7])))
+    world.reader.fetch("r", reference, [[0]], prompt_token_ids=asked)
+    world.step(3)
+    outcome = world.outcomes["r"]
+    assert outcome.verified is fits
+    if not fits:
+        assert outcome.cause is FailureCause.PROMPT
+        assert f"another prompt, of 3 tokens; this one has {len(asked or ())}" in outcome.reason
+        # They are somebody else's, who may read them still.
+        assert not producer.notes()
+        world.reader.fetch("its own", reference, [[0]], prompt_token_ids=[5, 6, 7])
+        world.step(3)
+        assert world.outcomes["its own"].verified
+
+
+def test_a_producer_that_does_not_say_its_prompt_is_read(world: World) -> None:
+    world.reader.fetch("r", world.producer().offer("r", [3]), [[0]], prompt_token_ids=[1])
+    world.step(3)
+    assert world.outcomes["r"].verified
 
 
 @pytest.mark.parametrize("reference", [None, 3, [], "x", {}])

@@ -121,6 +121,8 @@ def test_roles(role: str, produces: bool, consumes: bool) -> None:
         ("parallel_config", "prefill_context_parallel_size", 2, "prefill context parallelism"),
         ("model_config", "enable_sleep_mode", True, "enable_sleep_mode"),
         ("kv_transfer_config", "enable_permute_local_kv", True, "enable_permute_local_kv"),
+        ("aux_output_config", "enable_return_routed_experts", True, "does not carry"),
+        ("attention_config", "hisparse_config", object(), "host memory"),
     ],
 )
 @pytest.mark.parametrize("role", list(KVConnectorRole))

@@ -18,7 +18,7 @@ from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 from vllm.v1.request import RequestStatus  # noqa: E402
 
-from kvnixl.metadata import parse_lease  # noqa: E402
+from kvnixl.metadata import PromptDigest, parse_lease  # noqa: E402
 from kvnixl.vllm.adapter import EngineFacts, GroupFacts  # noqa: E402
 from kvnixl.vllm.messages import KvNixlConnectorMetadata, KvNixlWorkerMetadata  # noqa: E402
 from kvnixl.vllm.options import ConnectorOptions  # noqa: E402
@@ -311,6 +311,7 @@ def test_a_request_without_parameters_is_left_alone() -> None:
         {"remote_block_ids": "x"},
         {"remote_port": 10**9},
         {"kvnixl_lease": "nonsense"},
+        {"kvnixl_prompt": "nonsense"},
         {"do_remote_prefill": "yes"},
     ],
 )
@@ -400,6 +401,85 @@ def test_blocks_are_given_back_when_nobody_wants_them_any_more() -> None:
     assert scheduler.num_matched_tokens(requests[1], 0) == 10
     finish(scheduler, requests[1], "FINISHED_ABORTED")
     assert build(scheduler).reads.keys() == {"b"}
+
+
+def decisions(scheduler: KvNixlScheduler) -> dict[str, int]:
+    stats = scheduler.take_stats()
+    assert stats is not None
+    found: dict[str, int] = stats.data["counters"]["pull_decisions_total"]
+    return found
+
+
+@pytest.mark.parametrize("said", [True, False], ids=["kvnixl", "stock"])
+def test_the_blocks_of_another_prompt_are_neither_read_nor_given_back(
+    said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM gives all prompts of a batch the parameters of the first."""
+    scheduler = make_scheduler()
+    mine, other = [1] * 10, [1] * 7 + [2] * 3
+    changes = {"kvnixl_prompt": str(PromptDigest.of(mine))} if said else {}
+    first, *others = (
+        make_request(name, tokens, reference(**changes))
+        for name, tokens in (("a", mine), ("b", other), ("c", other[:7]))
+    )
+    scheduler.on_new_request(first)
+    for request in others:
+        scheduler.on_new_request(request)
+    # Nothing is missing of the first: its blocks are given back, not passed on to the next.
+    assert scheduler.num_matched_tokens(first, 9) == 0
+    scheduler.update_state_after_alloc(first, blocks([1, 2, 3]), 0)
+    for request in others:
+        assert scheduler.num_matched_tokens(request, 0) == 0
+        scheduler.update_state_after_alloc(request, blocks([4, 5, 6]), 0)
+    assert build(scheduler).reads.keys() == {"a"}
+    for request in (first, *others):
+        finish(scheduler, request, "FINISHED_STOPPED")
+    assert not build(scheduler).reads
+    assert decisions(scheduler) == {"local_hit": 1, "other_prompt": 2}
+    assert len([r for r in caplog.records if "of another prompt" in r.getMessage()]) == 1
+    assert not scheduler._shared
+
+
+def test_parameters_that_a_router_mixed_up_are_left_to_their_owner() -> None:
+    scheduler = make_scheduler(kv_lease_duration=6.0)
+    params = reference(kvnixl_prompt=str(PromptDigest.of([1] * 10)))
+    wrong, right = (make_request(f"d{t}", [t] * 10, dict(params)) for t in (2, 1))
+    scheduler.on_new_request(wrong)
+    finish(scheduler, wrong, "FINISHED_ABORTED")
+    scheduler._clock.now += 3.0
+    metadata = build(scheduler)
+    assert not metadata.reads
+    assert not metadata.heartbeat_by_engine
+    assert schedule(scheduler, right, blocks([1, 2, 3])).awaited
+
+
+def test_a_prompt_that_came_as_embeddings_is_not_compared() -> None:
+    scheduler = make_scheduler()
+    request = make_request("d", [1] * 10, reference(kvnixl_prompt=str(PromptDigest.of([2]))))
+    request.prompt_token_ids = None
+    assert schedule(scheduler, request, blocks([1, 2, 3])).awaited
+
+
+def test_what_another_connector_loaded_says_nothing_of_our_blocks() -> None:
+    """Beside others in a MultiConnector."""
+    scheduler = make_scheduler()
+    first, second = (make_request(name, [1] * 10, reference()) for name in "ab")
+    for request in (first, second):
+        scheduler.on_new_request(request)
+    scheduler.update_connector_output(say(finished_recving={"a"}))
+    assert scheduler.num_matched_tokens(second, 0) == 10
+    scheduler.update_state_after_alloc(second, blocks([1, 2, 3]), 10)
+    assert build(scheduler).reads.keys() == {"b"}
+
+
+def test_an_offer_that_is_not_taken_is_told_from_a_small_one() -> None:
+    scheduler = make_scheduler()
+    request = make_request("d", [1] * 10, reference())
+    scheduler.on_new_request(request)
+    assert scheduler.num_matched_tokens(request, 0) == 10
+    scheduler.update_state_after_alloc(request, blocks([1, 2, 3]), 0)
+    assert build(scheduler).reads.keys() == {"d"}
+    assert decisions(scheduler) == {"not_taken": 1}
 
 
 def test_who_waits_for_a_read_that_failed_computes() -> None:
@@ -552,7 +632,7 @@ def test_the_offer_has_the_keys_of_stock_and_the_lease(status: str) -> None:
     request = prefilled(scheduler)
     keep, params = finish(scheduler, request, status, ([1, 2, 3],))
     assert keep
-    assert params.keys() == STOCK_KEYS | {"kvnixl_lease"}
+    assert params.keys() == STOCK_KEYS | {"kvnixl_lease", "kvnixl_prompt"}
     assert json.loads(json.dumps(params)) == params
     expected = {
         "do_remote_prefill": True,
@@ -582,7 +662,7 @@ def test_an_offer_without_lease_slots_is_a_stock_one() -> None:
     assert not build(scheduler, num_scheduled_tokens={"p": 10}).lease_arms
     keep, params = finish(scheduler, request, "FINISHED_STOPPED", ([1, 2, 3],))
     assert keep
-    assert params.keys() == STOCK_KEYS
+    assert params.keys() == STOCK_KEYS | {"kvnixl_prompt"}
 
 
 def test_a_prefill_that_left_no_blocks_is_not_kept() -> None:

@@ -158,12 +158,12 @@ class World:
             engine.answers.clear()
 
     def decode(self) -> None:
-        """The router passes on what it has: once, not at all, twice, or changed."""
+        """The router passes on what it has: once, not at all, twice, changed, or mixed up."""
         if not self.references:
             return
         number = self.choose("reference", len(self.references))
         prompt, reference = self.references[number]
-        fate = self.choose("fate", 8)
+        fate = self.choose("fate", 10)
         if fate:
             del self.references[number]
         if fate == 1:
@@ -172,9 +172,18 @@ class World:
         reference = copy.deepcopy(reference)
         if fate == 2:
             self.tamper(reference)
-        self.numbers += 1
+        prompts = [prompt]
+        if fate in (3, 4):
+            self.seen["mixed up"] += 1
+            first = self.choose("first", len(prompt))
+            other = prompt[:first] + [2000 + self.numbers] * (1 + self.choose("length", 18))
+            # A batch, of which vLLM answers with the first prompt's parameters; or that of another.
+            prompts = [prompt, other] if fate == 3 else [other]
         max_tokens = 1 + self.choose("max tokens", 5)
-        self.consumer.add(make_request(f"d{self.numbers}", prompt, reference, max_tokens))
+        for prompt in prompts:
+            self.numbers += 1
+            params = copy.deepcopy(reference)
+            self.consumer.add(make_request(f"d{self.numbers}", prompt, params, max_tokens))
 
     def tamper(self, reference: dict[str, Any]) -> None:
         """What it says is wrong, but not so that other blocks are read in good faith."""
@@ -327,7 +336,8 @@ def run(seed: int) -> Counter[str]:
 def test_the_connector_keeps_its_promises_long_runs() -> None:
     seen = run_seeds(run, range(NUM_SEEDS))
     assert seen["received"] - seen["failed"] >= NUM_SEEDS, seen
-    for what in ("answers", "sent", "failed", "aborts", "preempted", "lost", "tampered"):
+    happened = ("answers", "sent", "failed", "aborts", "preempted", "lost", "tampered", "mixed up")
+    for what in happened:
         assert seen[what] >= NUM_SEEDS / 2, f"{what!r} hardly ever happened: {seen}"
     for what in ("restarts", "answers without a lease"):
         assert seen[what], f"{what!r} never happened: {seen}"
@@ -433,6 +443,10 @@ def report_the_end_of_what_was_aborted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KvNixlWorker, "start_load", start_load)
 
 
+def take_the_blocks_of_other_prompts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("kvnixl.vllm.scheduler._is_other_prompt", lambda *_: False)
+
+
 @pytest.mark.timeout(TEST_TIMEOUT_S)
 @pytest.mark.parametrize(
     "break_it",
@@ -445,6 +459,7 @@ def report_the_end_of_what_was_aborted(patch: pytest.MonkeyPatch) -> None:
         report_what_was_aborted_at_once,
         forget_to_release_slots,
         report_the_end_of_what_was_aborted,
+        take_the_blocks_of_other_prompts,
     ],
 )
 def test_a_broken_connector_is_noticed(
@@ -583,7 +598,7 @@ def test_warnings_are_rate_limited(
     d.add(make_request("last", PROMPT, bad))
     d.run()
     assert len(messages(caplog)) == 2
-    assert "(4 more of this kind in the last 10 s)" in messages(caplog)[1]
+    assert "(4 more like this since the last such line)" in messages(caplog)[1]
     assert len(d.failed) == 6
 
 
@@ -596,9 +611,11 @@ def test_one_line_for_each_request_at_debug_level(
             prompt = [*PROMPT, number]
             d.add(make_request(f"d{number}", prompt, prefill(p, f"p{number}", prompt)))
             d.run()
+            p.run()
     lines = messages(caplog, logging.DEBUG)
-    assert [line.split(":")[0] for line in lines] == ["request 'd0'", "request 'd1'"]
-    for line in lines:
+    assert lines[1::2] == [f"request 'p{number}': its blocks are free: read" for number in range(2)]
+    assert [line.split(":")[0] for line in lines[::2]] == ["request 'd0'", "request 'd1'"]
+    for line in lines[::2]:
         assert "read and verified" in line
         for stage in ("handshake", "queued", "reading", "verifying"):
             assert f"{stage} " in line

@@ -151,6 +151,19 @@ class EngineFacts:
                 "speculative decoding with several MTP modules needs a shortened prefill, which "
                 "KvNixlConnector does not support: use one module"
             )
+        # vLLM itself refuses these beside connectors that it knows by name.
+        aux_output = getattr(vllm_config, "aux_output_config", None)
+        if getattr(aux_output, "enable_return_routed_experts", False):
+            raise ConfigError(
+                "enable_return_routed_experts wants the experts of tokens that another engine "
+                "computed, which KvNixlConnector does not carry: switch it off"
+            )
+        attention = getattr(vllm_config, "attention_config", None)
+        if getattr(attention, "hisparse_config", None) is not None:
+            raise ConfigError(
+                "hisparse_config keeps KV in host memory, which KvNixlConnector does not read or "
+                "write: remove it"
+            )
         if transfer.enable_permute_local_kv:
             raise ConfigError(
                 "enable_permute_local_kv is not supported by KvNixlConnector: give both engines "

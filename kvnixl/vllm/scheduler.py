@@ -7,6 +7,8 @@ Consumer. From the moment a request is known its lease is kept alive by heartbea
 exactly one of these ways: it is read by the workers (``WAITING_FOR_REMOTE_KVS`` until they report
 it), or it is computed here and its producer is told that the blocks are not needed (a full local
 hit, less missing than ``kv_recompute_threshold``, aborted or rejected before it was scheduled).
+A reference to the blocks of another prompt is neither read nor given back, because it is not this
+request's: vLLM's completions API, for one, gives all prompts of a batch the reference of the first.
 Of requests with the same reference, such as the samples of one prompt (``n`` > 1), one is read: its
 end ends the lease. The others wait for it, and then compute what the prefix cache does not hold.
 
@@ -40,7 +42,7 @@ from kvnixl.vllm.messages import (
     ReadRequest,
 )
 from kvnixl.vllm.options import ConnectorOptions
-from kvnixl.vllm.stats import KvNixlStats, StatsCollector
+from kvnixl.vllm.stats import KvNixlStats, PullDecision, StatsCollector
 
 __all__ = ["KvNixlScheduler"]
 
@@ -66,6 +68,7 @@ class _Shared:
     """What the requests with one reference have in common."""
 
     key: tuple[object, ...]
+    prompt: list[int] | None  # of the first; None if it came as embeddings
     members: set[str] = field(default_factory=set)
     open: set[str] = field(default_factory=set)  # KNOWN or READING
     being_read: bool = False
@@ -87,6 +90,16 @@ def _reference_key(parsed: TransferParams) -> tuple[object, ...]:
     """The same for requests that would read the same blocks from the same place."""
     engine = (parsed.remote_engine_id, parsed.remote_host, parsed.remote_port)
     return (*engine, parsed.remote_request_id, parsed.kvnixl_lease)
+
+
+def _is_other_prompt(prompt: list[int] | None, parsed: TransferParams, shared: _Shared) -> bool:
+    """Whether the blocks are known to be another prompt's."""
+    if prompt is None:
+        return False
+    if parsed.prompt is not None:
+        return not parsed.prompt.begins(prompt)
+    # A stock producer does not say whose they are: the first one's, then.
+    return shared.prompt is not None and shared.prompt != prompt
 
 
 class KvNixlScheduler:
@@ -178,13 +191,28 @@ class KvNixlScheduler:
         try:
             parsed = TransferParams.parse(params, req_id)
             pull.engine_id = parsed.remote_engine_id
-            key = _reference_key(parsed)
-            pull.shared = self._shared.setdefault(key, _Shared(key))
-            pull.shared.members.add(req_id)
-            pull.shared.open.add(req_id)
-            self._heartbeats.start(req_id, parsed, self._clock())
         except TransferParamsError as error:
             logger.debug("request %r: %s", req_id, error)
+            return
+        key = _reference_key(parsed)
+        prompt = request.prompt_token_ids
+        shared = self._shared.get(key) or _Shared(key, prompt)
+        if _is_other_prompt(prompt, parsed, shared):
+            pull.state = _State.OVER
+            self._decide(req_id, "other_prompt")
+            self._say_once(
+                "prompt",
+                "Request %r has the kv_transfer_params of another prompt: it is computed here. The "
+                "router must send prefill and decode the same prompt, one per request. The metric "
+                "vllm:kvnixl_pull_decisions_total says how often this happens.",
+                req_id,
+            )
+            return
+        self._shared[key] = shared
+        pull.shared = shared
+        shared.members.add(req_id)
+        shared.open.add(req_id)
+        self._heartbeats.start(req_id, parsed, self._clock())
 
     def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
         """Tokens to pull beyond ``num_computed_tokens``; 0 to compute the rest here; ``None`` to be
@@ -234,7 +262,7 @@ class KvNixlScheduler:
         if pull is None or pull.state is not _State.KNOWN:
             return
         if num_external_tokens > 0:
-            self._stats.record_decision("pull" if pull.engine_id is not None else "refused")
+            self._decide(req_id, "pull" if pull.engine_id is not None else "refused")
             pull.state = _State.READING
             if pull.shared is not None:
                 pull.shared.being_read = True
@@ -242,14 +270,20 @@ class KvNixlScheduler:
         else:
             missing = request.num_prompt_tokens - pull.num_computed_tokens
             if missing <= 1:
-                self._stats.record_decision("local_hit")
+                self._decide(req_id, "local_hit")
             elif pull.shared is not None and pull.shared.over:
-                self._stats.record_decision("already_read")
+                self._decide(req_id, "already_read")
             elif self._at_window_edge(request.num_prompt_tokens):
-                self._stats.record_decision("window_edge")
+                self._decide(req_id, "window_edge")
+            elif missing < self._options.kv_recompute_threshold:
+                self._decide(req_id, "below_threshold")
             else:
-                self._stats.record_decision("below_threshold")
+                self._decide(req_id, "not_taken")
             self._give_back(req_id, pull)
+
+    def _decide(self, req_id: str, decision: PullDecision) -> None:
+        self._stats.record_decision(decision)
+        logger.debug("request %r with a remote prefill: %s", req_id, decision)
 
     def _read_request(
         self, request: Any, pull: _Pull, blocks: Any, num_external_tokens: int
@@ -366,7 +400,8 @@ class KvNixlScheduler:
         failed = getattr(output, "failed_recving", None) or ()
         for req_id in output.finished_recving or ():
             pull = self._pulls.get(req_id)
-            if pull is not None:
+            # A request that waits for its blocks; others are of another connector beside this one.
+            if pull is not None and pull.state is _State.READING:
                 self._read_ended(req_id, pull)
                 if req_id not in failed and pull.engine_id is not None:
                     self._heartbeats.answered(pull.engine_id, self._clock())
@@ -404,6 +439,7 @@ class KvNixlScheduler:
         pull = self._pulls.pop(req_id, None)
         if pull is not None:
             if pull.state is _State.KNOWN:
+                self._decide(req_id, "given_up")
                 self._give_back(req_id, pull)
             elif pull.state is _State.READING:
                 # vLLM keeps its blocks until the workers report it, which they do once nothing can
@@ -466,6 +502,7 @@ class KvNixlScheduler:
             lease=lease,
             tp_size=self._facts.tp_size,
             registration_generation=self._generation,
+            prompt_token_ids=request.prompt_token_ids,
         )
 
     def _say_once(self, key: str, message: str, *args: object) -> None:

@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec, TypeVar, get_args
 
 import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
@@ -80,6 +80,19 @@ _HANDSHAKE_CAUSES: Final = {
     "HostResolutionError": "host",
     "RemoteNotAllowedError": "not_allowed",
 }
+
+
+PullDecision = Literal[
+    "pull",
+    "local_hit",
+    "below_threshold",
+    "already_read",
+    "window_edge",
+    "other_prompt",
+    "not_taken",
+    "given_up",
+    "refused",
+]
 
 
 def cause_label(cause: FailureCause) -> str:
@@ -194,7 +207,7 @@ METRICS: Final[dict[str, Metric]] = {
     "pull_decisions_total": _counter(
         "Requests with a remote prefill, by what the scheduler decided.",
         "decision",
-        ("pull", "local_hit", "below_threshold", "already_read", "window_edge", "refused"),
+        get_args(PullDecision),
     ),
     # of this module
     "telemetry_errors_total": _counter("Errors while recording statistics."),
@@ -212,10 +225,6 @@ METRICS: Final[dict[str, Metric]] = {
     "quarantined_handles": Metric("gauge", "NIXL objects that could not be given back yet."),
 }
 """Everything that is counted, by its name without `PREFIX`."""
-
-PullDecision = Literal[
-    "pull", "local_hit", "below_threshold", "already_read", "window_edge", "refused"
-]
 
 # Field of ProducerCounters -> (metric, label value).
 _PRODUCER: Final = {
@@ -578,6 +587,9 @@ class StatsCollector:
                 ``"already_read"``: another request with the same reference has read it;
                 ``"window_edge"``: a sliding window of its last token begins with the end of a
                 block, which its producer does not keep, so that it is computed here;
+                ``"other_prompt"``: the blocks are another prompt's, so it is computed here;
+                ``"not_taken"``: vLLM did not take the offer, and computes it here;
+                ``"given_up"``: it ended before it was scheduled;
                 ``"refused"``: its parameters cannot be used.
         """
         self._stats.count("pull_decisions_total", decision)

@@ -21,6 +21,7 @@ from kvnixl.compat import CompatibilityCheck, compatibility_factors
 from kvnixl.errors import KvNixlError
 from kvnixl.handshake import HandshakeClient
 from kvnixl.heartbeat import HeartbeatSender
+from kvnixl.loglimit import LogLimiter
 from kvnixl.metadata import HeartbeatInfo, NixlHandshakePayload
 from kvnixl.outcomes import FailureCause, ReadOutcome, Stage
 from kvnixl.producer import LeaseOutcome, Producer
@@ -47,12 +48,11 @@ __all__ = ["KvNixlWorker"]
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 2.0
-# Between two warnings of one kind; what came in between is counted.
-_WARNING_INTERVAL_S = 10.0
 
 _REMEDIES = {
     FailureCause.REFERENCE: "the client or router must pass on the prefill's kv_transfer_params "
     "unchanged",
+    FailureCause.PROMPT: "the router must send prefill and decode the same prompt, one per request",
     FailureCause.NOT_ALLOWED: "add the host to allowed_peers if it is one of yours",
     FailureCause.HANDSHAKE: "check that the prefill engine runs, that its side channel is "
     "reachable from here, and that both run the same configuration",
@@ -106,7 +106,7 @@ class KvNixlWorker:
         self._refused: list[ReadOutcome] = []  # of what never reached the reader
         self._heard: set[str] = set()
         self._was_busy = False
-        self._warnings = _WarningLimiter()
+        self._warnings = LogLimiter(logger, clock=time.monotonic)
         self._kv_caches: Mapping[str, Any] = {}
 
     # --- start and end --------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class KvNixlWorker:
         try:
             reader.release(read.reference, req_id)
         except KvNixlError as error:
-            self._warnings.warn(
+            self._warnings.warning(
                 "release",
                 "request %r will not be read, but its producer cannot be told and keeps its "
                 "blocks until the lease ends: %s",
@@ -282,8 +282,9 @@ class KvNixlWorker:
             for req_id, outcome in self._producer.step():
                 if outcome is not LeaseOutcome.ABORTED:
                     results.finished_sending.add(req_id)
+                logger.debug("request %r: its blocks are free: %s", req_id, outcome)
                 if outcome is LeaseOutcome.EXPIRED:
-                    self._warnings.warn(
+                    self._warnings.warning(
                         "expired",
                         "the lease of request %r expired before it was read; its blocks are freed. "
                         "If its decode engine is alive but slow, raise kv_lease_duration",
@@ -319,7 +320,7 @@ class KvNixlWorker:
             else "KV blocks could not be read"
         )
         then = "it is recomputed here" if self._facts.recomputes else "it fails"
-        self._warnings.warn(
+        self._warnings.warning(
             cause, "request %r: its %s: %s; %s. %s", req_id, what, reason, then, _hint(cause)
         )
 
@@ -370,22 +371,3 @@ def describe(outcome: ReadOutcome) -> str:
 def _hint(cause: FailureCause) -> str:
     remedy = _REMEDIES.get(cause, "")
     return remedy[:1].upper() + remedy[1:]
-
-
-class _WarningLimiter:
-    """Lets one warning of a kind through per interval, and says how many were held back."""
-
-    def __init__(self) -> None:
-        self._next_at: dict[str, float] = {}
-        self._held_back: dict[str, int] = {}
-
-    def warn(self, kind: str, message: str, *args: object) -> None:
-        now = time.monotonic()
-        if now < self._next_at.get(kind, 0.0):
-            self._held_back[kind] = self._held_back.get(kind, 0) + 1
-            return
-        self._next_at[kind] = now + _WARNING_INTERVAL_S
-        held_back = self._held_back.pop(kind, 0)
-        if held_back:
-            message += f" ({held_back} more of this kind in the last {_WARNING_INTERVAL_S:g} s)"
-        logger.warning(message, *args)
