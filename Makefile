@@ -21,6 +21,7 @@ help:
 	@echo 'make check          formatting, linting, types'
 	@echo 'make test-asan      the extensions under AddressSanitizer and UBSan'
 	@echo 'make test-native    the lease-slot protocol in C under ThreadSanitizer and valgrind'
+	@echo 'make mutations      break the lease protocol in a dozen ways; the tests must notice each'
 	@echo 'make soak           read and overwrite for a minute; no wrong byte may be accepted'
 	@echo 'make bench-suite    the pytest-benchmark suites in bench/'
 	@echo 'make clean          remove what was built'
@@ -57,6 +58,10 @@ test-asan: $(STAMPS)/test
 .PHONY: test-native
 test-native:
 	scripts/test_native.sh
+
+.PHONY: mutations
+mutations: $(STAMPS)/dev
+	$(PY) scripts/mutation_check.py
 
 .PHONY: soak
 soak: $(STAMPS)/core

@@ -60,6 +60,7 @@ cdef class SlotPool:
     cdef dict leases        # request id -> (slot, nonce)
     cdef dict to_arm        # what changed since take_updates
     cdef set to_clear
+    cdef bint said_full     # it was said that no slot is free, and not yet are half of them
 
     def __init__(self, int num_slots, int64_t first_nonce) -> None:
         if num_slots < 1:
@@ -72,6 +73,7 @@ cdef class SlotPool:
         self.leases = {}
         self.to_arm = {}
         self.to_clear = set()
+        self.said_full = False
 
     @property
     def num_free(self) -> int:
@@ -92,7 +94,8 @@ cdef class SlotPool:
         if found is not NULL:
             return <object>found
         if not self.free:
-            self.when_full()
+            if not self.said_full:
+                self.said_full = self.when_full()
             return None
         self.last_nonce = kvnixl_next_nonce(self.last_nonce)
         lease = (self.free.pop(), self.last_nonce)
@@ -112,6 +115,8 @@ cdef class SlotPool:
         if lease is None:
             return
         self.free.append((<tuple>lease)[0])
+        if self.said_full and 2 * len(self.free) >= self.num_slots:
+            self.said_full = False
         if self.to_arm.pop(req_id, None) is None and clear:
             self.to_clear.add(req_id)
 
@@ -127,8 +132,9 @@ cdef class SlotPool:
         self.to_clear = set()
         return updates
 
-    def when_full(self) -> None:
-        """Called when a request gets no slot."""
+    def when_full(self) -> bool:
+        """Called when a request gets no slot. True: not again until half of the slots are free."""
+        return True
 
 
 @cython.final
@@ -990,7 +996,8 @@ cdef class CheckTable:
     ) except -1:
         cdef bint wanted
         if error is None:
-            if state == "PROC" or state == "PEND":
+            # Whoever wraps NIXL's agent may forget to return what posting said.
+            if state == "PROC" or state == "PEND" or (posting and state is None):
                 if read.phase == RUNNING and now >= read.deadline:
                     self.fail_read(read, "the READ did not end in time", failed)
                     self.give_up(read)
@@ -1148,9 +1155,12 @@ cdef bint not_found(error) except -1:
     return error is not None and type(error).__name__ == "nixlNotFoundError"
 
 
-# Built here only when something failed.
-cdef str describe(error):
-    return f"{type(error).__name__}: {error}"
+def describe(error: object) -> str:
+    """An exception as text. Never raises, whatever the exception's own ``__str__`` does."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
 
 
 cdef str unreadable(engine_id, rank, str cause):

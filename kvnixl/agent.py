@@ -23,11 +23,12 @@ import contextlib
 import importlib
 import itertools
 import logging
+import operator
 import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 
 import numpy as np
@@ -42,6 +43,7 @@ from kvnixl.errors import (
     ReleaseError,
     TransferError,
 )
+from kvnixl.loglimit import LogLimiter
 from kvnixl.outcomes import Telemetry
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ DEFAULT_POLL_DELAY_US = 1000
 DEFAULT_CLOSE_TIMEOUT_S = 2.0
 
 _IN_FLIGHT = ("PROC", "PEND")
+_GOOD_STATES = ("DONE", *_IN_FLIGHT)
 # What NIXL raises for metadata of an agent whose name it knows already, or is its own.
 _NAME_ERRORS = ("nixlNotAllowedError", "nixlInvalidParamError")
 _INT32 = np.dtype(np.int32)
@@ -192,7 +195,10 @@ def _translate(
     """NIXL's exception classes live in a compiled module that differs per CUDA version, so they are
     recognised by name."""
     kind = type(exc).__name__
-    reason = f"{kind}: {exc}" if str(exc) else kind
+    try:
+        reason = f"{kind}: {exc}" if str(exc) else kind
+    except Exception:  # an exception of a caller's own agent may not be printable
+        reason = kind
     if kind == "nixlRemoteDisconnectError":
         return PeerDisconnectedError(operation, reason, peer=peer)
     return default(operation, reason, peer=peer)
@@ -224,8 +230,8 @@ class _Owned:
     """Something NIXL gave out that has to be given back.
 
     ``close()`` never raises: what cannot be given back now goes into the agent's quarantine, whose
-    ``retry_releases`` tries again. ``closed`` says that the owner is done with the object,
-    ``released`` that NIXL is.
+    ``retry_releases`` tries again. That NIXL refused it is said once, and not more often than every
+    ten seconds. ``closed`` says that the owner is done with the object, ``released`` that NIXL is.
     """
 
     def __init__(self, agent: Agent, owners: dict[int, Any]) -> None:
@@ -245,19 +251,25 @@ class _Owned:
         if not self.closed:
             self.closed = True
             self._owners.pop(id(self), None)
-            if not self._try_release():
-                self._agent._quarantine[id(self)] = self
+            agent = self._agent
+            error = self._try_release()
+            if error is not None:
+                agent._quarantine[id(self)] = self
+                if error.__cause__ is not None:  # else it only has to wait for a transfer
+                    agent._warnings.warning(
+                        "release", "agent %s keeps it and will try again: %s", agent.name, error
+                    )
         return self.released
 
-    def _try_release(self) -> bool:
+    def _try_release(self) -> AgentError | None:
+        """Why it could not be released, or None when it is."""
         if not self.released:
             try:
                 self._release()
             except AgentError as exc:
-                logger.debug("kept in quarantine: %s", exc)
-                return False
+                return exc
             self._mark_released()
-        return True
+        return None
 
     def _mark_released(self) -> None:
         self.closed = self.released = True
@@ -334,7 +346,8 @@ class Transfer(_Owned):
         """Start it.
 
         Returns:
-            ``"DONE"`` (small transfers end inside the call), ``"PROC"`` or ``"PEND"``.
+            ``"DONE"`` (small transfers end inside the call), ``"PROC"`` or ``"PEND"``. An agent
+            that says nothing is taken to have started it: `state` tells.
 
         Raises:
             PeerDisconnectedError, TransferError: it failed. Parts of it may have been started
@@ -347,7 +360,9 @@ class Transfer(_Owned):
         try:
             with _calling("transfer", TransferError, self.peer):
                 state = self._agent.raw.transfer(self.handle)
-                if state not in ("DONE", *_IN_FLIGHT):
+                if state is None:
+                    state = "PROC"
+                if state not in _GOOD_STATES:
                     raise TransferError(
                         "transfer", f"NIXL reported the state {state!r}", peer=self.peer
                     )
@@ -369,16 +384,19 @@ class Transfer(_Owned):
         return self._ask_state()
 
     def _ask_state(self) -> XferState:
+        # Asked in every poll: `_calling` would make an object each time.
         try:
-            with _calling("check_xfer_state", TransferError, self.peer):
-                state = self._agent.raw.check_xfer_state(self.handle)
-        except AgentError as exc:
+            state = self._agent.raw.check_xfer_state(self.handle)
+        except Exception as exc:
             # "Not found" is said of a transfer whose remote agent was invalidated or loaded again
             # meanwhile, and then tells nothing about its bytes: it counts as in flight for ever.
-            if type(exc.__cause__).__name__ != "nixlNotFoundError":
+            cause = exc.__cause__ if isinstance(exc, AgentError) else exc
+            if type(cause).__name__ != "nixlNotFoundError":
                 self.last_state = "ERR"
-            raise
-        self.last_state = state if state in ("DONE", *_IN_FLIGHT) else "ERR"
+            if cause is not exc:
+                raise
+            raise _translate("check_xfer_state", exc, self.peer, TransferError) from exc
+        self.last_state = state if state in _GOOD_STATES else "ERR"
         return cast(XferState, self.last_state)
 
     @property
@@ -467,6 +485,7 @@ class Agent:
         self._remotes: dict[int, RemoteAgent] = {}
         self._remote_owners: dict[str, int] = {}
         self._quarantine: dict[int, _Owned] = {}
+        self._warnings = LogLimiter(logger)
 
     @classmethod
     def open(
@@ -544,21 +563,27 @@ class Agent:
         self._close_or_raise(registration)
 
     def prep_xfer_dlist(
-        self, agent_name: str | RemoteAgent, descs: Descs, mem_type: MemType = "DRAM"
+        self,
+        agent_name: str | RemoteAgent,
+        descs: Descs | Sequence[tuple[int, ...]],
+        mem_type: MemType = "DRAM",
     ) -> PreparedList:
         """Prepare a descriptor list.
 
         Args:
             agent_name: `LOCAL_SIDE` or ``""`` for the local side, else the remote agent.
             descs: uint64, shape ``(R, 5)`` rows ``(address, length, device, stride, count)``, or
-                shape ``(N, 3)`` rows ``(address, length, device)``.
+                shape ``(N, 3)`` rows ``(address, length, device)``; or such rows as tuples.
 
         Raises:
-            DescriptorError: NIXL knows no such agent or no registered memory there.
+            DescriptorError: this is no descriptor list, or NIXL knows no such agent or no
+                registered memory there.
         """
         self._check_open("prep_xfer_dlist")
         name = agent_name.name if isinstance(agent_name, RemoteAgent) else agent_name
         peer = None if name in (LOCAL_SIDE, "") else name
+        if not isinstance(descs, np.ndarray):
+            descs = _as_descs(descs, peer)
         if descs.ndim != 2 or descs.shape[1] not in (3, 5) or descs.dtype != np.uint64:
             raise DescriptorError(
                 "prep_xfer_dlist",
@@ -777,7 +802,7 @@ class Agent:
             waiting = list(self._quarantine.items())
             waiting.sort(key=lambda item: not isinstance(item[1], Transfer))
             for key, owned in waiting:
-                if owned._try_release():
+                if owned._try_release() is None:
                     del self._quarantine[key]
         return len(self._quarantine)
 
@@ -842,6 +867,22 @@ class Agent:
 
 # Agents whose memory may still be written when they were closed.
 _undead: list[Agent] = []
+
+
+def _as_descs(rows: Iterable[Iterable[int]], peer: str | None) -> Descs:
+    try:
+        checked = [[operator.index(value) for value in row] for row in rows]
+        for row in checked:
+            if min(row) < 0 or len(row) != len(checked[0]):
+                raise ValueError(f"the row {tuple(row)} does not fit")
+        return np.array(checked, np.uint64)
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise DescriptorError(
+            "prep_xfer_dlist",
+            "descriptors must be a uint64 array, or a list of tuples (address, length, device) of "
+            f"integers from 0 to 2**64-1: {exc}",
+            peer=peer,
+        ) from exc
 
 
 def _as_indices(indices: Indices, side: str, peer: str | None) -> npt.NDArray[np.int32]:

@@ -4,8 +4,8 @@ The hash is that of vLLM's NixlConnector: SHA-256 over the JSON text (sorted key
 Parallel sizes, block size and layout are not in it; they are compared field by field when peers
 meet. kvnixl peers also send the factors themselves, so that a mismatch names what differs.
 
-``python -m kvnixl.compat A.json B.json`` compares two dumps of factors, as `dump_factors` writes
-them.
+``python -m kvnixl.compat A.json B.json`` compares two dumps of factors: the text of `dump_factors`
+or ``CompatibilityCheck.factors_text``, which the vLLM connector logs at start.
 """
 
 from __future__ import annotations

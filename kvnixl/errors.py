@@ -158,7 +158,11 @@ class EngineIdMismatchError(HandshakeError):
 
 
 class IncarnationChangedError(HandshakeError):
-    """The peer was restarted: the same engine id answers from another start of the engine."""
+    """The peer was restarted: the same engine id answers from another start of the engine.
+
+    Only a caller of `kvnixl.HandshakeClient` that names ``incarnations`` gets it. A `kvnixl.Reader`
+    names none: it meets an engine again that was restarted.
+    """
 
     def __init__(self, engine_id: str, expected: int, actual: int | None) -> None:
         self.engine_id = engine_id

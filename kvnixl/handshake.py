@@ -849,8 +849,9 @@ class HandshakeClient:
 
     Args:
         compat: this engine's factors and policy.
-        timeout: seconds for one peer, unless `start` is given another. Within them a lost
-            connection or answer is tried once more, after a third of the time.
+        timeout: seconds for one peer, unless `start` is given another (a `kvnixl.Reader` gives its
+            ``handshake_timeout``). Within them a lost connection or answer is tried once more,
+            after a third of the time.
         allowed: hosts that may be asked; ``None`` allows all.
         curve: encrypt; a peer without CURVE is then not reached.
         clock: seconds; the clock that `ClockOffset` refers to.
@@ -920,7 +921,8 @@ class HandshakeClient:
             host: the peer's side-channel host, an address (IPv6 with or without brackets) or name.
             port: its side-channel port.
             ranks: the workers to ask, at most `MAX_RANKS`.
-            incarnations: the incarnation that each rank must have, where one is known.
+            incarnations: the incarnation that a rank must have, for callers that refuse a restarted
+                engine; with another one the handshake fails with `IncarnationChangedError`.
             timeout: seconds, instead of the client's.
 
         Returns:

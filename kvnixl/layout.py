@@ -694,7 +694,8 @@ def layout_from_metadata(
     highest = max(group_ids)
     if highest >= max(count, len(reference.groups)) or min(group_ids) < SHARED_GROUP:
         raise LayoutError(
-            f"engine {metadata.engine_id!r}: region_group_ids {group_ids} with {count} regions"
+            f"engine {metadata.engine_id!r}: region_group_ids {group_ids!r:.200} with {count} "
+            "regions"
         )
     # A shared region says neither which groups share it nor how many there are: as on our side.
     if SHARED_GROUP in group_ids:

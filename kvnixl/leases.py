@@ -17,6 +17,7 @@ time.
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import secrets
 import time
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from kvnixl._fence import revoke_fence
-from kvnixl._slots import CheckTable, SlotPool, SlotRead, SlotWriter, VerifierBase
+from kvnixl._slots import CheckTable, SlotPool, SlotRead, SlotWriter, VerifierBase, describe
 from kvnixl.errors import ClosedError
 from kvnixl.metadata import MAX_LEASE_SLOTS
 
@@ -50,6 +51,8 @@ __all__ = [
 LEASE_SLOT_BYTES = 8
 DEFAULT_NUM_CELLS = 4096
 DEFAULT_TIMEOUT_S = 10.0
+# How long it is not said again that no slot is free.
+_FULL_QUIET_S = 60.0
 
 # Exceptions of making a READ that no READ to the same peer can avoid.
 _PEER_IS_GONE = ("nixlNotFoundError", "nixlRemoteDisconnectError", "PeerDisconnectedError")
@@ -136,23 +139,32 @@ class LeaseSlotAllocator(SlotPool):
 
     Args:
         num_slots: slots that every worker of the engine exports (option ``kv_lease_slots``).
+        clock: seconds, monotonic; only differences count.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        if num_slots > MAX_LEASE_SLOTS:
-            raise ValueError(f"num_slots must be in 1 to {MAX_LEASE_SLOTS}, not {num_slots}")
-        super().__init__(num_slots, 1 + secrets.randbelow(_NONCE_LIMIT - 1))
-        self._said_full = False
-
-    def when_full(self) -> None:
-        """Say once that requests go without a lease."""
-        if not self._said_full:
-            self._said_full = True
-            logger.error(
-                "all %d lease slots are in use: requests go without a lease and readers cannot "
-                "verify them; raise kv_lease_slots",
-                self.num_slots,
+    def __init__(self, num_slots: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        if not 0 < num_slots <= MAX_LEASE_SLOTS:
+            raise ValueError(
+                f"num_slots (option kv_lease_slots) must be in 1 to {MAX_LEASE_SLOTS}, "
+                f"not {num_slots}"
             )
+        super().__init__(num_slots, 1 + secrets.randbelow(_NONCE_LIMIT - 1))
+        self._clock = clock
+        self._quiet_until = -math.inf
+
+    def when_full(self) -> bool:
+        """Say that requests go without a lease: once until half of the slots are free again, and
+        not more often than every minute."""
+        now = self._clock()
+        if now < self._quiet_until:
+            return False
+        self._quiet_until = now + _FULL_QUIET_S
+        logger.error(
+            "all %d lease slots are in use: requests go without a lease and readers cannot "
+            "verify them; raise kv_lease_slots",
+            self.num_slots,
+        )
+        return True
 
 
 class ProducerLeaseSlots(_Words):
@@ -241,7 +253,8 @@ class ProducerLeaseSlots(_Words):
 
 class SlotReadAgent(Protocol):
     """NIXL calls that `LeaseVerifier` makes. A raw ``nixl_agent``, `kvnixl.agent.Agent` and
-    `kvnixl.fake.FakeAgent` have them; handles may be any objects.
+    `kvnixl.fake.FakeAgent` have them; handles may be any objects. A ``transfer`` that returns None
+    has started the READ, whose state is asked for in every step anyway.
 
     With ``register_memory``, ``deregister_memory`` and ``prep_xfer_dlist`` as well, the verifier
     registers and prepares its landing cells itself.
@@ -379,7 +392,11 @@ class LeaseVerifier(_Words, VerifierBase):
         self._tidy()
 
     def can_verify(self, engine_id: str, ranks: Iterable[int]) -> bool:
-        """Whether the slots of all these ranks of the engine are known."""
+        """Whether the slots of all these ranks of the engine are known.
+
+        Of a known engine no ranks are all known; a request that is checked with none of them fails
+        all the same.
+        """
         return self._table.knows(engine_id, ranks)
 
     def busy_engines(self) -> set[str]:
@@ -473,7 +490,7 @@ class LeaseVerifier(_Words, VerifierBase):
                 for part in table.split(read):
                     self._post(part, now, verified, failed)
             else:
-                table.drop(read, f"{type(exc).__name__}: {exc}", failed)
+                table.drop(read, describe(exc), failed)
             return
         table.track(read, handle)
         state: Any = None
@@ -518,7 +535,7 @@ class LeaseVerifier(_Words, VerifierBase):
                 logger.warning(
                     "a prepared list of lease slots could not be released and will be tried again "
                     "in every step: %s",
-                    exc,
+                    describe(exc),
                 )
             return False
         return True
@@ -568,6 +585,6 @@ class LeaseVerifier(_Words, VerifierBase):
         try:
             self._agent.deregister_memory(self._registration)  # type: ignore[attr-defined]
         except Exception as exc:
-            logger.warning("the landing cells could not be deregistered: %s", exc)
+            logger.warning("the landing cells could not be deregistered: %s", describe(exc))
         else:
             self._registration = None

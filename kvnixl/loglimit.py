@@ -41,11 +41,13 @@ class LogLimiter:
         self._clock = clock
         self._kinds: dict[str, _Kind] = {}
 
-    def warning(self, kind: str, message: str, *args: object) -> None:
+    def warning(
+        self, kind: str, message: str, *args: object, exc_info: BaseException | None = None
+    ) -> None:
         """
         Args:
             kind: one of a fixed set, never a text from a peer; each has its own budget.
-            message, args: as for `logging.Logger.warning`.
+            message, args, exc_info: as for `logging.Logger.warning`.
         """
         now = self._clock()
         state = self._kinds.get(kind)
@@ -61,4 +63,4 @@ class LogLimiter:
         if state.left_out:
             more = f" ({state.left_out} more like this since the last such line)"
             state.left_out = 0
-        self._logger.warning(message + "%s", *args, more)
+        self._logger.warning(message + "%s", *args, more, exc_info=exc_info)

@@ -869,6 +869,7 @@ class EmbeddedProducer:
         self._wait = wait
         self._draining = False
         self._offered: set[str] = set()  # and not reported as ended yet
+        self._generation = time.time_ns() // 1000  # another one for each start
         self._allocator: LeaseSlotAllocator | None = None
         self.producer = Producer(
             agent,
@@ -974,6 +975,7 @@ class EmbeddedProducer:
             address=self._address,
             expires_at=expires_at,
             lease=lease,
+            registration_generation=self._generation,
             prompt_token_ids=prompt_token_ids,
         )
 

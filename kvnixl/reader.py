@@ -54,6 +54,7 @@ from kvnixl.flow import FlowControl
 from kvnixl.handshake import PeerAddress
 from kvnixl.layout import CacheLayout
 from kvnixl.leases import DEFAULT_NUM_CELLS, LeaseVerifier
+from kvnixl.loglimit import LogLimiter
 from kvnixl.metadata import Lease, TransferParams
 from kvnixl.outcomes import FailureCause, ReaderCounters, ReadOutcome, Stage, Telemetry
 from kvnixl.remotes import (
@@ -269,6 +270,7 @@ class Reader:
         self._deadlines: Deadlines[str] = Deadlines()
         self._outcomes: list[ReadOutcome] = []
         self._registrations: list[Registration] = []
+        self._limiter = LogLimiter(logger, clock=clock)
         self._verifier: LeaseVerifier | None = None
         try:
             if register:
@@ -363,7 +365,9 @@ class Reader:
         Args:
             req_id: the local id; unique among the requests without an outcome.
             reference: what the producer gave out for the request, a mapping with the keys of
-                vLLM's ``kv_transfer_params`` and ``kvnixl_lease``.
+                vLLM's ``kv_transfer_params`` and ``kvnixl_lease``. Its
+                ``remote_blocks_expiry_time`` counts only where no lease is checked: once the
+                owner's clock is past it, the request fails instead of being read.
             local_block_ids: for each cache group the logical blocks to fill, in order, without
                 those that the local prefix cache holds. No blocks: nothing is read, and the
                 producer is told that its blocks are not needed any more.
@@ -726,8 +730,8 @@ class Reader:
                 num_tokens=meta.num_tokens,
                 needed_tokens=request.num_tokens,
             )
-        except (BlockListError, TypeError, ValueError, OverflowError) as error:
-            self._fail(request, FailureCause.BLOCKS, str(error), now)
+        except Exception as error:
+            self._blocks_failed(request, error, now)
             return
         for read in incarnation.plan.reads:
             rank = incarnation.ranks[read.remote_rank]
@@ -746,6 +750,16 @@ class Reader:
         if not self._decide_verification(request, incarnation, now):
             return
         self._flow.add(request.req_id, request.bytes_left, now)
+
+    def _blocks_failed(self, request: _Request, error: Exception, now: float) -> None:
+        """What comes from outside may be wrong in ways that no check foresees."""
+        reason = str(error)
+        if not isinstance(error, (BlockListError, TypeError, ValueError, LookupError)):
+            reason = f"{type(error).__name__}: {error}"
+            self._limiter.warning(
+                "blocks", "request %r cannot be read: %s", request.req_id, reason, exc_info=error
+            )
+        self._fail(request, FailureCause.BLOCKS, reason, now)
 
     def _decide_verification(self, request: _Request, incarnation: Incarnation, now: float) -> bool:
         """Whether the request is read; it failed otherwise."""
@@ -782,6 +796,8 @@ class Reader:
         flow = self._flow
         while (req_id := flow.next(now)) is not None:
             request = self._requests[req_id]
+            if not request.verify and self._has_expired(request, now):
+                continue
             part = request.unposted[-1]
             if part.ids is None and not self._build_ids(part, now):
                 continue
@@ -797,6 +813,26 @@ class Reader:
                 self._enter(request, Stage.READING, now)
             self._post(part, now)
 
+    def _has_expired(self, request: _Request, now: float) -> bool:
+        """Whether the owner promised the blocks only until a time that has come; it failed then.
+
+        Asked where no lease is checked. A lease tells better, because heartbeats extend it.
+        """
+        assert request.meta is not None
+        assert request.incarnation is not None
+        expiry, clock = request.meta.blocks_expiry_time, request.incarnation.clock
+        if expiry is None or clock is None:
+            return False
+        late = now - clock.local_deadline(expiry)
+        if late < 0:
+            return False
+        reason = (
+            f"{request.incarnation.remote.key} promised its blocks until {late:.3g} s ago, and no "
+            "lease tells whether they are still there"
+        )
+        self._fail(request, FailureCause.NO_LEASE, reason, now)
+        return True
+
     def _build_ids(self, part: _Part, now: float) -> bool:
         request, rank = part.request, part.rank
         assert request.pairs is not None
@@ -805,11 +841,12 @@ class Reader:
         assert rank.index is not None
         local_ids, remote_ids = rank.read.select(request.pairs)
         try:
+            rank.read.check_num_descs(request.pairs)
             local, remote, part.num_descs = paired_desc_ids(
                 rank.local.index, local_ids, rank.index, remote_ids
             )
-        except (IndexError, ValueError) as error:
-            self._fail(request, FailureCause.BLOCKS, str(error), now)
+        except Exception as error:
+            self._blocks_failed(request, error, now)
             return False
         part.ids = (local, remote)
         part.num_pairs = len(local)

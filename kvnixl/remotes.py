@@ -22,18 +22,19 @@ import math
 import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from kvnixl._descs import RegionIndex, strided_descs
 from kvnixl.agent import LOCAL_SIDE, Agent, PreparedList, Registration, RemoteAgent, Transfer
+from kvnixl.deadlines import ClockOffset
 from kvnixl.errors import AgentError, ConfigError, KvNixlError, RemoteNotAllowedError
 from kvnixl.handshake import HandshakeFailed
 from kvnixl.heartbeat import RemoteRank
 from kvnixl.layout import CacheLayout, layout_from_metadata
-from kvnixl.leases import LeaseVerifier, lease_slot_descs
+from kvnixl.leases import LEASE_SLOT_BYTES, LeaseVerifier
 from kvnixl.loglimit import LogLimiter
 from kvnixl.outcomes import FailureCause, ReaderCounters
 from kvnixl.topology import RankRead, ReadPlan, check_parallel_sizes, plan_reads, target_ranks
@@ -134,6 +135,7 @@ class Incarnation:
         plan: what this rank reads of it.
         ranks: all target ranks.
         has_slots: every rank that is read exports lease slots, and they are watched.
+        clock: its owner's clock against the reader's, ``None`` if it was not measured.
         generations: registration generations that requests named and that were confirmed.
         users: ids of the requests that refer to it.
         retired: nothing new may use it.
@@ -147,6 +149,7 @@ class Incarnation:
     plan: ReadPlan
     ranks: dict[int, LoadedRank] = field(default_factory=dict)
     has_slots: bool = False
+    clock: ClockOffset | None = None
     generations: set[int] = field(default_factory=set)
     users: set[str] = field(default_factory=set)
     retired: bool = False
@@ -226,6 +229,16 @@ class Replaced(NamedTuple):
 
     incarnation: Incarnation
     reason: str
+
+
+def _rebased(clock: ClockOffset | None, now: float) -> ClockOffset | None:
+    """The offset from our clock, which need not be the one that the handshakes are timed with.
+
+    What passed since the measurement is taken to be nothing, so that deadlines come that much late.
+    """
+    if clock is None:
+        return None
+    return replace(clock, offset=clock.offset + clock.measured_at - now, measured_at=now)
 
 
 class Remotes:
@@ -438,6 +451,7 @@ class Remotes:
                 self.retire(remote.current, f"{remote.key} was restarted or registered anew")
                 self.meet(remote)
                 return
+            remote.current.clock = _rebased(outcome.clock, now) or remote.current.clock
             self._succeeded(remote, remote.current, now, events)
             return
         try:
@@ -450,6 +464,7 @@ class Remotes:
                 logger.exception("%s could not be loaded", remote.key)
             self._failed(remote, reason, now, events)
             return
+        incarnation.clock = _rebased(outcome.clock, now)
         remote.current = incarnation
         self._by_engine.setdefault(remote.key.address.engine_id, []).append(incarnation)
         self._counters.remotes_met += 1
@@ -546,16 +561,10 @@ class Remotes:
             agent, strided_descs(read.remote_rows), read.remote_mem_type
         )
         loaded.index = RegionIndex(read.remote_rows, list(read.row_groups))
-        loaded.bytes_per_block = tuple(
-            sum(
-                length
-                for length, group in zip(
-                    read.local_rows[:, 1].tolist(), read.row_groups, strict=True
-                )
-                if group == number
-            )
-            for number in range(len(read.block_lists))
-        )
+        bytes_per_block = [0] * len(read.block_lists)
+        for length, number in zip(read.local_rows[:, 1].tolist(), read.row_groups, strict=True):
+            bytes_per_block[number] += length
+        loaded.bytes_per_block = tuple(bytes_per_block)
         loaded.read = read
 
     def _share_agent(self, incarnation: Incarnation, metadata: bytes) -> RemoteAgent:
@@ -588,9 +597,9 @@ class Remotes:
         for rank, region in zip(read_ranks, slots, strict=True):
             assert rank.read is not None
             assert region is not None
-            prepared = self._agent.prep_xfer_dlist(
-                rank.agent, lease_slot_descs(region.base_addr, region.num_slots)
-            )
+            # One strided row: a peer may export millions of slots.
+            words = (region.base_addr, LEASE_SLOT_BYTES, LEASE_SLOT_BYTES, region.num_slots, 0)
+            prepared = self._agent.prep_xfer_dlist(rank.agent, strided_descs([words]))
             verifier.add_remote(incarnation.name, rank.read.remote_rank, prepared, region.num_slots)
         incarnation.has_slots = True
 

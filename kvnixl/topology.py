@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import array
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -35,6 +36,15 @@ from kvnixl.layout import CacheGroup, CacheLayout, MemType, Region, pages
 
 # Tensor-parallel sizes come from requests' parameters; a bound keeps them from costing memory.
 MAX_TP_SIZE: Final = 1024
+MAX_TARGET_RANKS: Final = 128
+"""Ranks of one engine that a rank of another deals with. Each of them has to be loaded."""
+
+# A peer's block sizes decide into how many pieces ours are cut, and how many kernel blocks a block
+# id of a request stands for. These bounds are far above what engines use.
+MAX_BLOCK_RATIO: Final = 1024
+MAX_PIECES: Final = 1 << 16
+MAX_KERNEL_IDS: Final = 1 << 22
+MAX_REQUEST_DESCS: Final = 1 << 24
 
 # NIXL numbers the descriptors of a prepared list with int32.
 _MAX_DESCS: Final = 2**31 - 1
@@ -50,12 +60,18 @@ def target_ranks(tp_rank: int, tp_size: int, remote_tp_size: int) -> range:
     """The remote ranks that ``tp_rank`` handshakes with, reads and notifies.
 
     Raises:
-        TopologyError: a size or the rank is out of range.
+        TopologyError: a size or the rank is out of range, or the ranks are more than
+            `MAX_TARGET_RANKS`.
     """
     _check_rank(tp_rank, tp_size)
     _check_tp_size(remote_tp_size)
     first = tp_rank * remote_tp_size // tp_size
     last = -(-(tp_rank + 1) * remote_tp_size // tp_size)
+    if last - first > MAX_TARGET_RANKS:
+        raise TopologyError(
+            f"tensor-parallel sizes {tp_size} and {remote_tp_size}: rank {tp_rank} would deal with "
+            f"{last - first} ranks of the other engine, more than {MAX_TARGET_RANKS}"
+        )
     return range(first, last)
 
 
@@ -63,7 +79,7 @@ def consumer_count(remote_rank: int, remote_tp_size: int, tp_size: int) -> int:
     """How many readers of an engine with ``tp_size`` ranks will notify ``remote_rank``.
 
     Raises:
-        TopologyError: a size or the rank is out of range.
+        TopologyError: as `target_ranks`.
     """
     return len(target_ranks(remote_rank, remote_tp_size, tp_size))
 
@@ -198,10 +214,23 @@ class RankRead:
 
     def num_descs(self, pairs: BlockPairs) -> int:
         """Descriptors that a request reads from this rank, before neighbours are merged."""
-        return sum(
-            self.row_groups.count(number) * pairs.local[i].size
-            for number, i in enumerate(self.block_lists)
-        )
+        rows = Counter(self.row_groups)
+        return sum(rows[number] * pairs.local[i].size for number, i in enumerate(self.block_lists))
+
+    def check_num_descs(self, pairs: BlockPairs) -> None:
+        """
+        Raises:
+            BlockListError: a request reads more than `MAX_REQUEST_DESCS` from this rank.
+        """
+        longest = max((pairs.local[i].size for i in self.block_lists), default=0)
+        if len(self.row_groups) * longest <= MAX_REQUEST_DESCS:
+            return
+        descs = self.num_descs(pairs)
+        if descs > MAX_REQUEST_DESCS:
+            raise BlockListError(
+                f"the blocks of the request are cut into {descs} pieces (rank {self.remote_rank}), "
+                f"more than {MAX_REQUEST_DESCS}; use equal block sizes on both sides"
+            )
 
     def num_bytes(self, pairs: BlockPairs) -> int:
         """Bytes that a request reads from this rank."""
@@ -384,16 +413,32 @@ def plan_reads(
         local=local,
         remote=first,
         _lists=tuple(planner.lists),
-        _num_local_blocks=tuple(local.num_blocks(group) for group in range(len(local.groups))),
+        _num_local_blocks=_blocks_per_group(local),
         _num_remote_blocks=tuple(
-            min(remote[rank].num_blocks(group) for rank in read_ranks)
-            for group in range(len(first.groups))
+            map(min, zip(*(_blocks_per_group(remote[rank]) for rank in read_ranks), strict=True))
         ),
     )
 
 
+def _blocks_per_group(layout: CacheLayout) -> tuple[int, ...]:
+    """`CacheLayout.num_blocks` of all groups. A peer may claim a group for each of its regions, so
+    the regions are gone through once."""
+    counts: dict[int, int] = {}
+    for region in layout.regions:
+        for group in region.groups:
+            counts[group] = min(counts.get(group, region.num_blocks), region.num_blocks)
+    groups = range(len(layout.groups))
+    return tuple(counts.get(group, 0) // layout.kernel_blocks_per_block for group in groups)
+
+
 def _check_layouts(local: CacheLayout, remote: CacheLayout, rank: int) -> None:
     """What concerns the layouts as wholes."""
+    kernel_blocks = local.kernel_blocks_per_block, remote.kernel_blocks_per_block
+    if max(kernel_blocks) > MAX_BLOCK_RATIO:
+        raise TopologyError(
+            f"kernel blocks per block: local {kernel_blocks[0]}, remote {kernel_blocks[1]} (rank "
+            f"{rank}); at most {MAX_BLOCK_RATIO} are supported"
+        )
     if local.attn_backend and remote.attn_backend and local.attn_backend != remote.attn_backend:
         raise TopologyError(
             f"attention backend: local {local.attn_backend!r}, remote {remote.attn_backend!r} "
@@ -420,8 +465,8 @@ def _check_same_engine(first: CacheLayout, other: CacheLayout, rank: int, other_
     ):
         if a != b:
             raise TopologyError(
-                f"ranks of the remote engine differ in {what}: rank {rank} has {a}, rank "
-                f"{other_rank} has {b}"
+                f"ranks of the remote engine differ in {what}: rank {rank} has {a!r:.200}, rank "
+                f"{other_rank} has {b!r:.200}"
             )
 
 
@@ -490,6 +535,7 @@ class _Planner:
         self._tp_size = tp_size
         self._remote_tp_size = remote_tp_size
         self._list_numbers: dict[_BlockList, int] = {}
+        self._num_pieces = 0
         self._heads: dict[tuple[int, int], tuple[range, range, range]] = {}
 
     @property
@@ -504,6 +550,7 @@ class _Planner:
         for name, local_page, remote_page in _paired_pages(self._local, remote, rank):
             page = self._page_pair(name, local_page, remote_page, rank, remote)
             for block_list, local_row, remote_row in page.rows():
+                self._count_piece(page)
                 number = self._list_numbers.setdefault(block_list, len(self._list_numbers))
                 mem_types.add((local_page.mem_type, remote_page.mem_type))
                 if number in newest:
@@ -538,16 +585,26 @@ class _Planner:
                     f"most {_MAX_DESCS}"
                 )
         ((local_mem_type, remote_mem_type),) = mem_types
-        block_lists = tuple(newest)
+        positions = {number: position for position, number in enumerate(newest)}
         return RankRead(
             remote_rank=rank,
             local_rows=_table(row for _, row, _ in rows),
             remote_rows=_table(row for _, _, row in rows),
-            row_groups=tuple(block_lists.index(number) for number, _, _ in rows),
-            block_lists=block_lists,
+            row_groups=tuple(positions[number] for number, _, _ in rows),
+            block_lists=tuple(newest),
             local_mem_type=local_mem_type,
             remote_mem_type=remote_mem_type,
         )
+
+    def _count_piece(self, page: _PagePair) -> None:
+        self._num_pieces += 1
+        if self._num_pieces > MAX_PIECES:
+            raise TopologyError(
+                f"{page.where}: with blocks of {page.local_tokens} tokens here and "
+                f"{page.remote_tokens} there, and tensor-parallel sizes {self._tp_size} and "
+                f"{self._remote_tp_size}, blocks are cut into more than {MAX_PIECES} pieces; use "
+                "equal block and tensor-parallel sizes on both sides"
+            )
 
     def _page_pair(
         self, name: str, local: Region, remote: Region, rank: int, remote_layout: CacheLayout
@@ -588,9 +645,8 @@ class _Planner:
         local = heads_of_rank(num_kv_heads, self._tp_rank, self._tp_size)
         remote = heads_of_rank(num_kv_heads, rank, self._remote_tp_size)
         start = max(local.start, remote.start)
-        for earlier in target_ranks(self._tp_rank, self._tp_size, self._remote_tp_size):
-            if earlier < rank:
-                start = max(start, heads_of_rank(num_kv_heads, earlier, self._remote_tp_size).stop)
+        if rank > target_ranks(self._tp_rank, self._tp_size, self._remote_tp_size).start:
+            start = max(start, heads_of_rank(num_kv_heads, rank - 1, self._remote_tp_size).stop)
         return local, remote, range(start, max(start, min(local.stop, remote.stop)))
 
 
@@ -669,6 +725,11 @@ def _block_tokens(
         raise TopologyError(
             f"{where}: tokens per block: local {tokens[0]}, remote {tokens[1]}; use equal block "
             "sizes, or one that is a multiple of the other"
+        )
+    if max(tokens) // min(tokens) > MAX_BLOCK_RATIO:
+        raise TopologyError(
+            f"{where}: tokens per block: local {tokens[0]}, remote {tokens[1]}; one may be at most "
+            f"{MAX_BLOCK_RATIO} times the other"
         )
     if not (local[0].token_granular and remote[0].token_granular):
         backend = local[0].attn_backend or remote[0].attn_backend or "in use"
@@ -831,6 +892,14 @@ class _Side:
         self.layout = layout
         self._num_blocks = num_blocks
         self._block_ids = lists
+        self._kernel_ids: dict[int, _Ids] = {}
+        listed = sum(self.lengths) * layout.kernel_blocks_per_block
+        if listed > MAX_KERNEL_IDS:
+            raise BlockListError(
+                f"{name} block ids are {sum(self.lengths)} blocks of "
+                f"{layout.kernel_blocks_per_block} kernel blocks each; a request may name at most "
+                f"{MAX_KERNEL_IDS} kernel blocks"
+            )
 
     def tokens_per_block(self, group: int) -> int:
         """Tokens of a logical block."""
@@ -853,6 +922,13 @@ class _Side:
 
     def kernel_ids(self, group: int) -> _Ids:
         """The checked block ids of a group, as kernel blocks."""
+        # Several groups of the other side may pair with this one.
+        ids = self._kernel_ids.get(group)
+        if ids is None:
+            ids = self._kernel_ids[group] = self._checked_ids(group)
+        return ids
+
+    def _checked_ids(self, group: int) -> _Ids:
         given = self._block_ids[group]
         try:
             if isinstance(given, list):

@@ -148,7 +148,12 @@ class DataTransport(ABC):
 
     @abstractmethod
     def poll(self, peer_id: str | None = None) -> PollResult:
-        """What ended since the last poll (of that peer, if one is given)."""
+        """What ended since the last poll (of that peer, if one is given).
+
+        A transfer of which it can never be told whether its bytes have stopped is in neither list
+        (NIXL forgets those to a remote agent that somebody else removed from an agent in common).
+        The log names it; `cancel` gives it up.
+        """
 
     @abstractmethod
     def cancel(self, ids: Iterable[int], mode: CancelMode = "immediate") -> list[int]:
@@ -458,7 +463,7 @@ class NixlTransport(DataTransport):
     def poll(self, peer_id: str | None = None) -> PollResult:
         self._check_open("poll")
         agent = self._agent
-        if agent is None:
+        if agent is None or not (self._running or self._leaving or agent._quarantine):
             return _NOTHING_ENDED
         if agent._quarantine:
             agent.retry_releases()
@@ -521,7 +526,7 @@ class NixlTransport(DataTransport):
         if mode not in ("immediate", "wait"):
             raise ValueError(f"mode must be 'immediate' or 'wait', not {mode!r}")
         still_running = []
-        for transfer_id in list(ids):
+        for transfer_id in dict.fromkeys(ids):
             running = self._running.get(transfer_id)
             if running is None:
                 continue

@@ -58,7 +58,6 @@ __all__ = [
     "GetMeta",
     "Heartbeat",
     "Notification",
-    "NotificationDedup",
     "OpenedHandshake",
     "Outcome",
     "PushRegistration",
@@ -296,7 +295,7 @@ def open_handshake(
         HandshakeRefusedError: the peer answered with an error.
         CompatibilityError: the engines do not fit.
         EngineIdMismatchError: another engine answered.
-        IncarnationChangedError: the engine was restarted.
+        IncarnationChangedError: not the incarnation that was expected.
     """
     if len(reply_frames) == 1:
         refusal = _decode(
@@ -623,53 +622,6 @@ def _id_bytes(request_id: str) -> bytes:
 
 
 # --- counting once ------------------------------------------------------------------------------
-
-
-class NotificationDedup:
-    """Counts a completion once per sender and request.
-
-    A key is a lease or a request id, a sender whatever tells peers apart (a NIXL agent name, a
-    worker's number). Add only keys that are known, and forget them when they end. Memory is bounded
-    all the same: beyond ``capacity`` (sender, key) pairs the oldest key is forgotten.
-
-    Attributes:
-        evicted: keys that were forgotten for lack of room.
-    """
-
-    def __init__(self, capacity: int = 1 << 17) -> None:
-        if capacity < 1:
-            raise ValueError(f"capacity {capacity} is not positive")
-        self._capacity = capacity
-        self._senders: OrderedDict[Hashable, set[Hashable]] = OrderedDict()
-        self._size = 0
-        self.evicted = 0
-
-    def __len__(self) -> int:
-        """Remembered (sender, key) pairs."""
-        return self._size
-
-    def add(self, sender: Hashable, key: Hashable) -> bool:
-        """``True`` the first time that this sender names this key."""
-        senders = self._senders.get(key)
-        if senders is None:
-            senders = self._senders[key] = set()
-        elif sender in senders:
-            return False
-        senders.add(sender)
-        self._size += 1
-        while self._size > self._capacity:
-            _, forgotten = self._senders.popitem(last=False)
-            self._size -= len(forgotten)
-            self.evicted += 1
-        return True
-
-    def count(self, key: Hashable) -> int:
-        """How many senders named the key."""
-        return len(self._senders.get(key, ()))
-
-    def forget(self, key: Hashable) -> None:
-        """The request is over; its id may come again. Unknown keys are no error."""
-        self._size -= len(self._senders.pop(key, ()))
 
 
 class SequenceTracker:

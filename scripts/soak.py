@@ -36,7 +36,8 @@ from kvnixl.leases import (
     lease_slot_descs,
 )
 
-TRANSPORTS = {"sm": {}, "tcp": {"UCX_TLS": "tcp"}}  # sm: UCX's own choice on one machine
+# sm: what UCX chooses on one machine, whatever the user's own environment says
+TRANSPORTS = {"sm": {"UCX_TLS": "all"}, "tcp": {"UCX_TLS": "tcp"}}
 NUM_RANKS = 2
 NUM_SLOTS = 32
 NUM_BLOCKS = 64

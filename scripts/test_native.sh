@@ -6,6 +6,8 @@
 #
 #   CC              the compiler (default: gcc)
 #   SECONDS_EACH    how long each run takes (default: 3)
+#   CROSS           a compiler for aarch64 (default: aarch64-linux-gnu-gcc), used if it is there;
+#                   what it made runs if qemu-aarch64-static is there
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,9 +18,11 @@ flags=(-std=gnu11 -Wall -Wextra -Werror -pthread -Icsrc)
 
 if ! command -v valgrind >/dev/null; then
     if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
-        apt-get install -y -q valgrind >/dev/null
-    else
-        echo "valgrind is missing; install it (Debian, Ubuntu: apt-get install valgrind)" >&2
+        # The package lists of a fresh machine are empty or old.
+        { apt-get update -qq && apt-get install -y -qq valgrind; } >/dev/null || true
+    fi
+    if ! command -v valgrind >/dev/null; then
+        echo "valgrind is missing; install it (Debian, Ubuntu: sudo apt-get install valgrind)" >&2
         exit 1
     fi
 fi
@@ -52,5 +56,18 @@ TSAN_OPTIONS=halt_on_error=1 "${fixed_layout[@]}" "$build/slot_stress_tsan" --se
 echo "== valgrind memcheck"
 valgrind -q --error-exitcode=9 --leak-check=full --fair-sched=yes \
     "$build/slot_stress_valgrind" --seconds "$seconds"
+
+cross=${CROSS:-aarch64-linux-gnu-gcc}
+if command -v "$cross" >/dev/null; then
+    echo "== aarch64"
+    "$cross" "${flags[@]}" -static -O2 csrc/slot_stress.c -o "$build/slot_stress_aarch64"
+    if command -v qemu-aarch64-static >/dev/null; then
+        qemu-aarch64-static "$build/slot_stress_aarch64" --seconds "$seconds"
+    else
+        echo "compiled, not run: qemu-aarch64-static is missing"
+    fi
+else
+    echo "== aarch64: left out, $cross is missing"
+fi
 
 echo "native tests passed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
 from typing import Any
@@ -12,6 +13,22 @@ import numpy as np
 from kvnixl.transport import NixlTransport
 
 
+class Lines(logging.Handler):
+    """What kvnixl logs, as text."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+        logging.getLogger("kvnixl").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def close(self) -> None:
+        logging.getLogger("kvnixl").removeHandler(self)
+        super().close()
+
+
 class BlockPeer:
     """Made in the test's process or in a child (`tests.procs.Child`)."""
 
@@ -19,6 +36,10 @@ class BlockPeer:
         self.blocks = np.full((num_blocks, block_len), fill, np.uint8)
         self.transport = NixlTransport(name, memoryview(self.blocks), num_threads=1)
         self.ended: dict[int, str] = {}
+        self.log = Lines()
+
+    def logged(self) -> list[str]:
+        return self.log.lines
 
     def address(self) -> tuple[bytes, int, int, int]:
         t = self.transport
@@ -63,6 +84,13 @@ class BlockPeer:
         labelled = rng.integers(0, 256, self.blocks.shape, np.uint8)
         return bool((self.blocks[indices] == labelled[their]).all())
 
+    def leftovers_as(self, expected: dict[str, int], timeout: float = 20.0) -> dict[str, int]:
+        """Poll until the leftovers are as expected; what they are in the end."""
+        deadline = time.monotonic() + timeout
+        while self.leftovers() != expected and time.monotonic() < deadline:
+            self.transport.poll()
+        return self.leftovers()
+
     def leftovers(self) -> dict[str, int]:
         agent = self.transport.agent
         return {**agent.live, "quarantined": agent.quarantined}
@@ -70,9 +98,13 @@ class BlockPeer:
     def late_bytes(self, how: str, peer_id: str, indices: list[int]) -> int:
         """Give a running READ up, wait until the transport calls it over, clear the blocks; how
         many of their bytes are written afterwards."""
-        transfer_id = self.read(peer_id, indices, indices[::-2] + indices[-2::-2])
-        assert transfer_id is not None
-        assert transfer_id not in self.transport.poll().done, "it ended too soon to be given up"
+        for _ in range(10):
+            transfer_id = self.read(peer_id, indices, indices[::-2] + indices[-2::-2])
+            assert transfer_id is not None
+            if transfer_id not in self.transport.poll().done:
+                break
+        else:
+            raise AssertionError("it always ended too soon to be given up")
         if how == "cancel":
             assert self.transport.cancel([transfer_id], "wait") == [transfer_id]
         else:
@@ -98,3 +130,4 @@ class BlockPeer:
 
     def close(self) -> None:
         self.transport.close()
+        self.log.close()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.procs import Child
 from tests.vllm_pairs import (  # noqa: F401 (fixtures for all tests)
@@ -15,6 +17,17 @@ from tests.vllm_pairs import (  # noqa: F401 (fixtures for all tests)
     vllm_pair,
     vllm_reference,
 )
+
+# Every run tries the same examples, whatever the machine does meanwhile: what fails, fails always.
+# ``KVNIXL_LONG=1`` looks for new ones.
+settings.register_profile(
+    "kvnixl",
+    deadline=None,
+    derandomize=os.environ.get("KVNIXL_LONG") != "1",
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("kvnixl")
 
 
 @pytest.fixture

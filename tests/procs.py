@@ -6,6 +6,7 @@ would import for two seconds first.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import signal
@@ -16,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-REPLY_TIMEOUT_S = 30.0
+REPLY_TIMEOUT_S = 60.0
 
 
 _context = mp.get_context("forkserver")
@@ -99,9 +100,9 @@ class Child:
 
     @property
     def crashed(self) -> bool:
-        """Whether it ended with a memory fault."""
+        """Whether it ended with a memory fault, or the C library found its heap damaged."""
         self._process.join(1)
-        return self._process.exitcode == -signal.SIGSEGV
+        return self._process.exitcode in (-signal.SIGSEGV, -signal.SIGABRT)
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
@@ -119,8 +120,9 @@ class Child:
     def _thread_states(self) -> list[str]:
         states = []
         for stat in Path(f"/proc/{self.pid}/task").glob("*/stat"):
-            # The state follows the name, which is in parentheses and may contain any character.
-            states.append(stat.read_text().rpartition(")")[2].split()[0])
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                # The state follows the name, which is in parentheses and may contain anything.
+                states.append(stat.read_text().rpartition(")")[2].split()[0])
         return states
 
     def thaw(self) -> None:
@@ -134,7 +136,7 @@ class Child:
             return None
         self.post(None)  # type: ignore[arg-type]
         self._reply()
-        self._process.join(10)
+        self._process.join(REPLY_TIMEOUT_S)
         self._pipe.close()
         return self._process.exitcode
 

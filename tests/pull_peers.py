@@ -31,7 +31,8 @@ from kvnixl.topology import heads_of_rank
 from kvnixl.wire import encode_agent_metadata, encode_handshake_payload
 
 HOST = "127.0.0.1"
-WAIT_S = 20.0
+WAIT_S = 40.0
+LEASE_S = 100.0  # of leases that are not meant to expire
 STEP_INTERVAL_S = 0.0005
 MAX_POSITIONS = 1 << 16
 
@@ -313,11 +314,13 @@ class PrefillRank:
         with self.engine.changed:
             self.producer.update(clears, arms)
 
-    def hold(self, number: int, block_ids: list[int], consumers: int) -> None:
+    def hold(self, requests: dict[int, list[int]], consumers: int) -> None:
+        """The block ids of requests, by number."""
         with self.engine.changed:
-            self.cache.write(block_ids, number)
-            self.blocks[str(number)] = block_ids
-            self.producer.hold(str(number), WAIT_S, consumers)
+            for number, block_ids in requests.items():
+                self.cache.write(block_ids, number)
+                self.blocks[str(number)] = block_ids
+                self.producer.hold(str(number), LEASE_S, consumers)
 
     def take_ended(self, count: int) -> dict[int, str]:
         with self.engine.changed:
@@ -369,7 +372,7 @@ class Decode:
         model: Model,
         num_blocks: int,
         seed: int = 0,
-        timeout: float = 10.0,
+        timeout: float = 20.0,
         tp_rank: int = 0,
         tp_size: int = 1,
     ) -> None:
@@ -408,7 +411,7 @@ class Decode:
         self.cache.clear(block_ids)
         self.free.ids += block_ids
 
-    def fetch(self, jobs: list[Job], stop: bool = False) -> None:
+    def fetch(self, jobs: list[Job], stop: bool = False, timeout: float | None = None) -> None:
         """Begin to read; or stop this process before it can begin."""
         with self.engine.changed:
             for job in jobs:
@@ -418,7 +421,11 @@ class Decode:
                 req_id = str(job.number)
                 self.blocks[req_id] = (job, block_ids)
                 self.reader.fetch(
-                    req_id, job.reference, [block_ids], num_computed_blocks=[job.computed]
+                    req_id,
+                    job.reference,
+                    [block_ids],
+                    num_computed_blocks=[job.computed],
+                    timeout=timeout,
                 )
             if stop:
                 os.kill(os.getpid(), signal.SIGSTOP)

@@ -79,6 +79,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "bfloat16": ("llama", {"dtype": "bfloat16"}, "CPU_ATTN", "pull"),
     "fp8 cache": ("llama", {"kv_cache_dtype": "fp8"}, "CPU_ATTN", "pull"),
     "revision": ("llama", {"revision": "abc"}, "CPU_ATTN", "pull"),
+    "another block size": ("llama", {"block_size": 64}, "CPU_ATTN", "pull"),
+    "two ranks": ("llama", {"tensor_parallel_size": 2}, "CPU_ATTN", "pull"),
     "no hybrid": ("llama", {"disable_hybrid_kv_cache_manager": True}, "CPU_ATTN", "pull"),
     "sliding window": ("sliding", {}, "CPU_ATTN", "pull"),
     "MLA": ("mla", {}, "CPU_MLA", "pull"),
@@ -311,7 +313,7 @@ def compare_hashes(directory: Path) -> dict[str, Any]:
 
     results = {}
     for name, (model, options, backend, mode) in CASES.items():
-        arguments = {"dtype": "float32", **options}
+        arguments = {"dtype": "float32", "block_size": 32, **options}
         speculative = arguments.get("speculative_config")
         if speculative is not None and speculative.get("model", "").startswith("@"):
             draft = str(directory / speculative["model"][1:])
@@ -319,7 +321,6 @@ def compare_hashes(directory: Path) -> dict[str, Any]:
         config = EngineArgs(
             model=str(directory / model),
             skip_tokenizer_init=True,
-            block_size=32,
             max_model_len=1024,
             enforce_eager=True,
             **arguments,

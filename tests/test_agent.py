@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -227,6 +229,22 @@ def test_a_refused_release_is_retried_until_it_succeeds(world: World) -> None:
     assert xfer.released
 
 
+def test_a_release_that_nixl_refuses_is_said_once(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused = [world.read(Plan(refuse=9)) for _ in range(3)]
+    waits = world.read(SLOW)
+    for xfer in (waits, *refused):
+        xfer.post()
+        assert not xfer.close()
+    for _ in range(5):
+        world.reader.retry_releases()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "agent D keeps it and will try again" in record.message
+    assert "release_xfer_handle to peer 'P' failed: nixl" in record.message
+
+
 def test_a_post_that_fails_half_way_may_have_left_bytes_moving(world: World) -> None:
     xfer = world.read(SLOW)
     xfer.post()
@@ -339,6 +357,18 @@ def test_bad_descriptor_lists_are_errors_where_nixl_is_silent(world: World) -> N
     ):
         with pytest.raises(DescriptorError):
             world.reader.prep_xfer_dlist(LOCAL_SIDE, bad)
+    for bad_rows in (
+        [],
+        [(4096, 8)],
+        [(4096, 8, 0), (4096, 8, 0, 8, 1)],
+        [(4096.0, 8, 0)],
+        [(-1, 8, 0)],
+        [(2**64, 8, 0)],
+        [()],
+        4096,
+    ):
+        with pytest.raises(DescriptorError, match="descriptors must be"):
+            world.reader.prep_xfer_dlist(LOCAL_SIDE, bad_rows)  # type: ignore[arg-type]
     with pytest.raises(DescriptorError, match="'nobody'"):
         world.reader.prep_xfer_dlist("nobody", rows(world.source))
 
@@ -357,6 +387,28 @@ def test_bad_descriptor_lists_are_errors_where_nixl_is_silent(world: World) -> N
         silent.register_memory([region(world.source)])
     with pytest.raises(AgentError, match="did not accept"):
         silent.add_remote_agent(b"x")
+
+
+def test_descriptors_may_be_tuples_as_in_nixls_own_call(world: World) -> None:
+    def tuples(array: np.ndarray[Any, Any]) -> list[tuple[int, ...]]:
+        return [(array.ctypes.data + i * BLOCK_LEN, BLOCK_LEN, 0) for i in range(BLOCKS)]
+
+    local = world.reader.prep_xfer_dlist(LOCAL_SIDE, tuples(world.target))
+    theirs = world.reader.prep_xfer_dlist(world.remote, tuples(world.source))
+    xfer = world.reader.make_prepped_xfer("READ", local, [2], theirs, [5])
+    assert xfer.post() == "DONE"
+    xfer.close()
+    assert np.flatnonzero(world.target.any(axis=1)).tolist() == [2]
+
+
+def test_an_error_that_cannot_be_printed_is_still_an_agent_error(world: World) -> None:
+    class UnprintableError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    world.fabric.fail("send_notif", UnprintableError(), agent="D")
+    with pytest.raises(AgentError, match="failed: UnprintableError"):
+        world.reader.send_notif("P", b"x")
 
 
 def test_notifications(world: World) -> None:
@@ -424,24 +476,37 @@ def opened() -> Iterator[Callable[..., Agent]]:
         assert agent.close() == 0
 
 
-def processor_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+def thread_seconds() -> dict[str, float]:
+    """Processor seconds of each thread of this process, by its id."""
+    seconds = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            fields = (task / "stat").read_text().rpartition(")")[2].split()
+            seconds[task.name] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return seconds
 
 
 @pytest.mark.nixl
-def test_an_idle_agent_sleeps_and_still_answers(opened: Callable[..., Agent]) -> None:
-    def cores_of(agent: Agent) -> float:
-        gc.collect()
-        started, before = time.monotonic(), processor_seconds()
-        time.sleep(0.5)  # the time over which the use of the processor is taken
-        cores = (processor_seconds() - before) / (time.monotonic() - started)
-        agent.close()
-        return cores
+def test_an_idle_agent_sleeps(opened: Callable[..., Agent]) -> None:
+    def threads_of_a_new_agent(**options: int) -> set[str]:
+        before = thread_seconds().keys()
+        opened(**options)
+        return thread_seconds().keys() - before
 
-    spinning = cores_of(opened(poll_delay_us=0))
-    sleeping = cores_of(opened())
-    assert sleeping < 0.2 * spinning
+    def used_by(threads: set[str]) -> float:
+        now = thread_seconds()
+        return sum(now[thread] - before[thread] for thread in threads)
+
+    spinning = threads_of_a_new_agent(poll_delay_us=0)
+    sleeping = threads_of_a_new_agent()
+    before, started = thread_seconds(), time.monotonic()
+    # At the same time, so that what else the machine does meets both alike.
+    while used_by(spinning) < 0.5 or time.monotonic() < started + 2.0:
+        assert time.monotonic() < started + 60
+        time.sleep(0.01)
+    # Cores. bench/bench_agent.py shows the target of 0.05; a slow machine is given twice that.
+    assert used_by(sleeping) < 0.1 * (time.monotonic() - started)
+    assert used_by(sleeping) < 0.2 * used_by(spinning)
 
 
 @pytest.mark.nixl

@@ -536,6 +536,7 @@ def test_bad_arguments_end_with_2(
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # it may have to wait until vLLM is imported
 def test_real_engines_give_figures_without_problems(vllm_engines: SharedEngines) -> None:
     course = Course(turns=1, new_peers=1, idle_s=0.2, churn_requests=8, churned_turns=1)
     vllm_engines.close_pair()  # an agent of NIXL's may keep a core busy

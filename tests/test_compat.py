@@ -152,6 +152,24 @@ def test_each_factor_changes_the_hash_and_is_named_with_both_values(what: str) -
         assert repr(theirs[name]) in str(caught.value)
 
 
+@pytest.mark.parametrize("what", ["tensor parallelism", "block size", "layout"])
+def test_what_peers_compare_field_by_field_is_not_in_the_hash(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashes = set()
+    for size, layout in ((16, "HND"), (32, "NHD")):
+        engine = config()
+        if what == "tensor parallelism":
+            engine.parallel_config = SimpleNamespace(tensor_parallel_size=size)
+        elif what == "block size":
+            engine.cache_config.block_size = size
+        else:
+            engine.cache_config.kv_cache_layout = layout
+            monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+        hashes.add(hash_factors(factors(engine)))
+    assert hashes == {hash_factors(factors())}
+
+
 @pytest.mark.parametrize(
     ("name", "other"),
     [

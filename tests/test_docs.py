@@ -9,12 +9,15 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import kvnixl
+from kvnixl.transport import NixlTransport
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -52,10 +55,14 @@ print(json.dumps([outcomes[0].num_bytes, kv.nbytes]))
 """
 
 
-def embedding_code() -> list[str]:
-    """The Python code in the section "Embed it"."""
-    section = README.read_text().partition("\n## Embed it\n")[2].partition("\n## ")[0]
+def readme_code(title: str) -> list[str]:
+    """The Python code in a section of README.md."""
+    section = README.read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     return re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+
+
+def embedding_code() -> list[str]:
+    return readme_code("Embed it")
 
 
 def docstring_code(documented: object) -> str:
@@ -110,6 +117,72 @@ def test_the_names_that_state_machines_take_from_shells_are_all_documented() -> 
 
 
 @pytest.fixture
+def peer() -> Iterator[Callable[[str], tuple[NixlTransport, Any]]]:
+    """Make transports of 128 blocks of 64 KiB, block ``i`` full of ``i``."""
+    made: list[NixlTransport] = []
+
+    def make(name: str) -> tuple[NixlTransport, Any]:
+        blocks = np.zeros((128, 65536), np.uint8)
+        blocks[:] = np.arange(128, dtype=np.uint8)[:, None]
+        made.append(NixlTransport(name, memoryview(blocks)))
+        return made[-1], blocks
+
+    yield make
+    for transport in made:
+        transport.close()
+
+
+def address_of(transport: NixlTransport) -> tuple[bytes, int, int, int]:
+    return (
+        transport.get_agent_metadata(),
+        transport.base_addr,
+        transport.num_blocks,
+        transport.block_len,
+    )
+
+
+@pytest.mark.nixl
+def test_blocks_move_as_written(peer: Callable[[str], tuple[NixlTransport, Any]]) -> None:
+    (code,) = readme_code("Move blocks between two peers")
+    theirs, _ = peer("engine-p")
+    names: dict[str, Any] = {"address_of_p": address_of(theirs)}
+    exec(code, names)
+    assert [set(names["blocks"][i]) for i in range(4)] == [{70}, {71}, {72}, {0}]
+    assert names["address"][1:] == (names["blocks"].ctypes.data, 1024, 65536)
+    assert not names["transport"].available
+
+
+@pytest.mark.nixl
+def test_leases_are_armed_and_verified_as_written(
+    peer: Callable[[str], tuple[NixlTransport, Any]],
+) -> None:
+    producer_code, reader_code = readme_code("Prove that a read was good")
+    *until_armed, ending = producer_code.split("\n\n")
+    *setting_up, reading = reader_code.split("\n\n")
+    theirs, _ = peer("engine-p")
+    producer: dict[str, Any] = {"transport": theirs}
+    exec("\n".join(until_armed), producer)
+    ours, blocks = peer("engine-d")
+    ours.add_remote_peer("p", *address_of(theirs))
+    reader: dict[str, Any] = {
+        "transport": ours,
+        "address_of_p": address_of(theirs),
+        "slots_of_p": producer["slots"].base_addr,
+        "lease": producer["lease"],
+    }
+    exec("\n".join(setting_up), reader)
+    exec(reading, reader)
+    assert (reader["verified"], reader["failed"]) == ({"req-1"}, {})
+    assert [set(blocks[i]) for i in range(4)] == [{70}, {71}, {72}, {3}]
+
+    exec(ending, producer)
+    exec(reading, reader)
+    assert reader["verified"] == set()
+    assert "released the KV blocks" in reader["failed"]["req-1"]
+    assert reader["verifier"].shutdown() == 0
+
+
+@pytest.fixture
 def processes() -> Iterator[list[subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
     yield started
@@ -135,10 +208,10 @@ def test_both_sides_run_as_written(processes: list[subprocess.Popen[str]]) -> No
     assert prefill.stdout is not None
     # NIXL writes lines of its own there.
     reference = next((line for line in prefill.stdout if line.startswith("{")), "")
-    output, errors = decode.communicate(reference, timeout=60)
+    output, errors = decode.communicate(reference, timeout=100)
     assert decode.returncode == 0, errors
     num_bytes, cache_bytes = json.loads(output.splitlines()[-1])
     assert num_bytes == 3 * cache_bytes // 32
-    output, errors = prefill.communicate(timeout=60)
+    output, errors = prefill.communicate(timeout=100)
     assert prefill.returncode == 0, errors
     assert "req-1 read" in output.splitlines()

@@ -1109,10 +1109,18 @@ def test_black_holes_delay_nobody(
     for name, port in holes.items():
         client.start(name, "127.0.0.1", port)
     client.poll(0.05)
-    for _ in range(3):
-        client.start("P", "127.0.0.1", server.port)
-        assert done(client).peer.engine_id == "P"
-        assert len(client) == len(holes)  # they are all still pending
+    unburdened = make_client(timeout=60.0)
+    ratios = []
+    for _ in range(5):
+        seconds = []
+        for each, pending in ((unburdened, 0), (client, len(holes))):
+            each.start("P", "127.0.0.1", server.port)
+            outcome = done(each)
+            assert outcome.peer.engine_id == "P"
+            assert len(each) == pending  # the holes are all still there
+            seconds.append(outcome.seconds)
+        ratios.append(seconds[1] / seconds[0])
+    assert min(ratios) < 10, ratios  # of several tries, for the machine may be busy
 
 
 def test_a_peer_that_does_not_answer_fails_at_its_own_deadline(
@@ -1338,7 +1346,7 @@ def test_without_descriptors_the_peer_fails_with_a_clear_reason_and_the_next_one
         assert "engine 'P' at 127.0.0.1" in str(outcome.error)
     # How many it takes differs a little: a connection that closes gives some back. That of the
     # first handshake has a descriptor at each end and one for its socket.
-    fewest = 3 if in_use else 6
+    fewest = 5 if in_use else 6
     if not fewest <= spare <= 10:
         assert isinstance(outcome, HandshakeDone if spare > 10 else HandshakeFailed)
     client.start("P", "127.0.0.1", server.port)

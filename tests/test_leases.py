@@ -170,6 +170,52 @@ def test_no_nonce_has_an_empty_low_half() -> None:
     assert SlotPool(1, 5 << 32).acquire("a") == (0, (5 << 32) + 1)
 
 
+def test_slots_that_run_out_again_are_said_again() -> None:
+    now = 1000.0
+    said: list[float] = []
+
+    class Allocator(LeaseSlotAllocator):
+        def when_full(self) -> bool:
+            out = super().when_full()
+            said.extend([now] if out else [])
+            return out
+
+    allocator = Allocator(4, clock=lambda: now)
+
+    def fill() -> None:
+        for name in "abcd":
+            allocator.acquire(name)
+        assert allocator.acquire("e") is None
+        assert allocator.acquire("f") is None
+
+    def drain(names: str) -> None:
+        for name in names:
+            allocator.release(name, clear=True)
+
+    fill()
+    drain("abcd")
+    fill()  # too soon to say it again
+    assert said == [1000.0]
+    now += 61
+    fill()
+    assert said == [1000.0, 1061.0]
+    now += 1000
+    fill()
+    drain("a")  # one slot of four: they are still as good as used up
+    fill()
+    assert said == [1000.0, 1061.0]
+    drain("ab")
+    fill()
+    assert said == [1000.0, 1061.0, 2061.0]
+
+
+@pytest.mark.parametrize("num_slots", [0, -1, 2**24 + 1])
+def test_the_number_of_slots_has_the_bounds_that_the_message_names(num_slots: int) -> None:
+    says = f"kv_lease_slots.* 1 to {2**24}, not {num_slots}"
+    with pytest.raises(ValueError, match=says):
+        LeaseSlotAllocator(num_slots)
+
+
 @pytest.mark.parametrize("num_slots", [0, -1])
 def test_slots_without_number_are_refused(num_slots: int) -> None:
     for make in (LeaseSlotAllocator, ProducerLeaseSlots):
@@ -701,11 +747,6 @@ def test_a_large_request_in_front_takes_nobody_down_with_it(rig: Callable[..., R
     assert verified == {"small"}
 
 
-def test_more_slots_than_a_lease_can_name_are_refused() -> None:
-    with pytest.raises(ValueError, match=str(2**24 + 1)):
-        LeaseSlotAllocator(2**24 + 1)
-
-
 def test_a_handle_that_is_none_fails_the_request(rig: Callable[..., Rig]) -> None:
     class Silent:
         def __init__(self, agent: Any) -> None:
@@ -721,6 +762,60 @@ def test_a_handle_that_is_none_fails_the_request(rig: Callable[..., Rig]) -> Non
     r.lease("a", 2)
     _, failed = r.run("a")
     assert UNREADABLE.format(0) in failed["a"]
+
+
+@pytest.mark.parametrize("end", ["DONE", "ERR", None])
+def test_an_agent_that_returns_nothing_from_posting_is_asked_how_it_went(
+    rig: Callable[..., Rig], end: str | None
+) -> None:
+    class Wordless:
+        def __init__(self, agent: Any) -> None:
+            self.agent = agent
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.agent, name)
+
+        def transfer(self, handle: Any) -> None:
+            self.agent.transfer(handle)
+
+    r = rig(wrap=Wordless)
+    r.fabric.script(Plan(polls=None) if end is None else Plan(polls=2, end=end))
+    r.lease("a", 2)
+    assert r.verifier.step({"a"}) == (set(), {})
+    r.now += 11 if end is None else 0
+    verified, failed = r.run()
+    assert verified == ({"a"} if end == "DONE" else set())
+    assert failed.keys() == ({"a"} - verified)
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("call", ["make_prepped_xfer", "transfer", "check_xfer_state"])
+def test_an_error_that_cannot_be_printed_does_not_raise_out_of_a_step(
+    rig: Callable[..., Rig], call: str
+) -> None:
+    r = rig()
+    r.fabric.plan = Plan(polls=1)
+    r.fabric.fail(call, UnprintableError(), agent="reader")
+    r.lease("a", 2)
+    verified, failed = r.run("a")
+    assert verified == set()
+    assert failed == {"a": f"{UNREADABLE.format(0)}: UnprintableError"}
+
+
+def test_a_refused_release_whose_reason_cannot_be_printed_is_retried(
+    rig: Callable[..., Rig],
+) -> None:
+    r = rig()
+    r.fabric.fail("release_xfer_handle", UnprintableError(), agent="reader")
+    r.fabric.fail("release_dlist_handle", UnprintableError(), agent="reader")
+    r.lease("a", 2)
+    assert r.run("a") == ({"a"}, {})
+    r.verifier.release_engine("E")
+    r.verifier.step()
 
 
 def test_words_that_did_not_arrive_prove_nothing(rig: Callable[..., Rig]) -> None:

@@ -1278,7 +1278,8 @@ def test_a_reference_is_everything_a_reader_needs_in_json(embedded: Embedded) ->
     producer = embedded.producer
     reference = producer.offer("a", [np.array([3, 5])], 30, consumers=2, lease_duration=12.5)
     assert json.loads(json.dumps(reference)) == reference
-    assert {key: value for key, value in reference.items() if key != "kvnixl_lease"} == {
+    varying = ("kvnixl_lease", "remote_registration_generation")
+    assert {key: value for key, value in reference.items() if key not in varying} == {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_block_ids": [[3, 5]],
@@ -1297,6 +1298,20 @@ def test_a_reference_is_everything_a_reader_needs_in_json(embedded: Embedded) ->
     assert embedded.word(lease.slot) == lease.nonce
     remote = TransferParams.parse(reference, "D's id").remote("D's id")
     assert remote.lease == lease
+    # JSON numbers are doubles to some routers.
+    assert 0 < remote.registration_generation < 2**53
+
+
+def test_all_offers_of_a_start_name_the_same_generation(
+    make_embedded: Callable[..., Embedded],
+) -> None:
+    first, again = make_embedded(), make_embedded()
+    generations = [
+        embedded.producer.offer(req_id, [[0]], 1)["remote_registration_generation"]
+        for embedded in (first, again)
+        for req_id in ("a", "b")
+    ]
+    assert generations[0] == generations[1] != generations[2] == generations[3]
 
 
 def test_an_offer_says_of_which_prompt_its_blocks_are(embedded: Embedded) -> None:

@@ -8,7 +8,8 @@ import random
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from kvnixl.agent import Agent
 from kvnixl.compat import CompatibilityCheck
+from kvnixl.deadlines import ClockOffset
 from kvnixl.errors import (
     ClosedError,
     ConfigError,
@@ -58,8 +60,17 @@ from kvnixl.metadata import (
     PromptDigest,
     format_lease,
 )
+from kvnixl.producer import EmbeddedProducer
 from kvnixl.reader import FailureCause, Reader, ReadOutcome, Stage
-from kvnixl.wire import Completion, OpenedHandshake, Outcome, parse_notification
+from kvnixl.topology import ReadPlan
+from kvnixl.wire import (
+    Completion,
+    OpenedHandshake,
+    Outcome,
+    decode_agent_metadata,
+    decode_handshake_payload,
+    parse_notification,
+)
 
 LAYERS = 3
 BLOCKS = 12
@@ -221,6 +232,15 @@ class Handshakes:
         self.pending: dict[PeerAddress, tuple[list[Rank], float]] = {}
         self.started: list[PeerAddress] = []
         self.polls = 0
+        # The clocks of the owner and of the handshake client, ahead of the reader's.
+        self.owner_ahead: float | None = None
+        self.client_ahead = 0.0
+
+    def measured_clock(self) -> ClockOffset | None:
+        if self.owner_ahead is None:
+            return None
+        at = self.clock.now + self.client_ahead
+        return ClockOffset(self.owner_ahead - self.client_ahead, 0.0, at)
 
     def start(
         self,
@@ -259,7 +279,7 @@ class Handshakes:
                 continue
             assert producer is not None
             opened = {r: OpenedHandshake(copy.copy(producer.metadata[r]), 0.0, "h") for r in ranks}
-            outcomes.append(HandshakeDone(peer, opened, None, 0.0))
+            outcomes.append(HandshakeDone(peer, opened, self.measured_clock(), 0.0))
         return outcomes
 
 
@@ -751,6 +771,61 @@ def test_references_to_ever_new_addresses_do_not_grow_memory(
     world.step(2)
     assert world.outcomes["good"].verified
     assert world.reader.num_remotes <= 4
+
+
+def test_a_peer_that_claims_blocks_of_thousands_of_kernel_blocks_is_not_met(world: World) -> None:
+    """With it a request of a megabyte would stand for 60 GiB of block ids."""
+    producer = world.producer(blocks=8192)
+    producer.metadata[0, 0].physical_blocks_per_logical_kv_block = 8192
+    world.fetch(producer, "r", [0, 1], [0] * 100_000)
+    world.step(3)
+    assert world.outcomes["r"].cause is FailureCause.HANDSHAKE
+    assert "kernel blocks per block: local 1, remote 8192" in world.outcomes["r"].reason
+
+
+@pytest.mark.parametrize("call", ["pair_blocks", "paired_desc_ids"])
+@pytest.mark.parametrize("error", [MemoryError("61 GiB"), KeyError("k"), IndexError("i")])
+def test_what_nobody_foresaw_costs_the_request_and_nothing_else(
+    world: World, monkeypatch: pytest.MonkeyPatch, call: str, error: Exception
+) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise error
+
+    producer = world.producer()
+    with monkeypatch.context() as patch:
+        if call == "pair_blocks":
+            patch.setattr(ReadPlan, call, fail)
+        else:
+            patch.setattr(f"kvnixl.reader.{call}", fail)
+        world.fetch(producer, "at the handshake")
+        world.step(2)
+        world.fetch(producer, "met")
+        world.step(2)
+    for req_id in ("at the handshake", "met"):
+        assert world.outcomes[req_id].cause is FailureCause.BLOCKS
+        assert str(error) in world.outcomes[req_id].reason
+    world.fetch(producer, "good")
+    world.step(2)
+    assert world.outcomes["good"].verified
+
+
+def test_a_peers_lease_slots_cost_no_memory_here(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may export 2**24 of them."""
+    made: list[tuple[int, ...]] = []
+    prepare = world.raw.prep_xfer_dlist
+
+    def record(agent: str, descs: Any, mem_type: str | None = None) -> Any:
+        made.append(descs.shape)
+        return prepare(agent, descs, mem_type=mem_type)
+
+    monkeypatch.setattr(world.raw, "prep_xfer_dlist", record)
+    world.fetch(world.producer(slots=4096))
+    world.step(2)
+    assert world.outcomes["r"].verified
+    assert len(made) == 3  # local and remote blocks, and the slots
+    assert max(rows for rows, _ in made) <= LAYERS
 
 
 # --- leases -------------------------------------------------------------------------------------
@@ -1568,6 +1643,32 @@ def test_another_registration_generation_asks_the_peer_again(world: World) -> No
     assert world.holds(producer, [1], [6])
 
 
+def test_the_first_request_after_a_restart_of_an_embedded_producer_is_read(world: World) -> None:
+    """It keeps its id and address, and the reader has not noticed."""
+    rng = np.random.default_rng(5)
+    starts = []
+    for start in range(2):
+        memory, layout = make_cache(1, rng)
+        producer = EmbeddedProducer(
+            Agent(world.fabric.restart("P")),
+            layout,
+            compat=CompatibilityCheck({"model": "m"}),
+            address=("10.0.0.1", 5600),
+            engine_id="prefill",
+            clock=world.clock,
+        )
+        starts.append((memory, producer))
+        encoded = decode_handshake_payload(producer.payload()).agent_metadata_bytes
+        engine = SimpleNamespace(metadata={(0, 0): decode_agent_metadata(encoded)})
+        world.handshakes.engines["10.0.0.1", 5600] = cast(Producer, engine)
+        reference = producer.offer(f"r{start}", [[5]], BLOCK_SIZE)
+        world.reader.fetch(f"r{start}", reference, [[start]])
+        world.step(4, seconds=0.2)
+        assert world.outcomes[f"r{start}"].verified
+        assert np.array_equal(world.cache[:, start], memory[:, 5])
+    starts[-1][1].close()
+
+
 def test_ever_new_generations_do_not_make_it_ask_all_the_time(world: World) -> None:
     producer = world.producer()
     for i in range(30):
@@ -1776,16 +1877,62 @@ def test_a_read_that_ended_before_its_deadline_is_not_called_late(world: World) 
     assert world.outcomes["r"].verified
 
 
-def test_the_epoch_of_the_clock_and_of_the_owner_do_not_matter(
-    make_world: Callable[..., World],
+CLOCKS = [(0.0, 1e6, -5e5), (1e6, -1e6, 0.0), (-1e6, 3.0, 1e6)]  # ours, and who is ahead of it
+
+
+@pytest.mark.parametrize("policy", ["prefer", "off"])
+@pytest.mark.parametrize(("ours", "owner", "client"), CLOCKS)
+def test_what_no_lease_protects_is_not_read_after_the_owners_promise(
+    make_world: Callable[..., World], policy: str, ours: float, owner: float, client: float
 ) -> None:
-    for epoch in (-1e6, 0.0, 1e6):
-        world = make_world()
-        world.clock.now = epoch
-        producer = world.producer()
-        world.fetch(producer, "r", remote_blocks_expiry_time=-epoch)
+    world = make_world(lease_verification=policy, max_inflight_bytes=100)
+    world.clock.now = ours
+    world.handshakes.owner_ahead, world.handshakes.client_ahead = owner, client
+    producer = world.producer(kvnixl=False)
+    expiry = ours + owner + 10.0
+    for i, changes in enumerate([{"remote_blocks_expiry_time": expiry}, {}]):
+        world.fetch(producer, f"early {i}", [i], [i], **changes)
         world.step(2)
-        assert world.outcomes["r"].verified
+        assert world.outcomes[f"early {i}"].done
+    world.fabric.script(Plan(polls=2))
+    world.fetch(producer, "ahead", [2], [2])
+    world.fetch(producer, "queued", [3], [3], remote_blocks_expiry_time=expiry)
+    world.step()
+    assert world.reader.stage("queued") is Stage.QUEUED
+    world.step(seconds=10.5)
+    world.fetch(producer, "late", [4], [4], remote_blocks_expiry_time=expiry)
+    world.fetch(producer, "unlimited", [5], [5], remote_blocks_expiry_time=None)
+    world.step(4)
+    for req_id in ("queued", "late"):
+        assert world.outcomes[req_id].cause is FailureCause.NO_LEASE
+        assert "promised its blocks until 0.5 s ago" in world.outcomes[req_id].reason
+    assert world.outcomes["ahead"].done
+    assert world.outcomes["unlimited"].done
+    assert not world.cache[:, 3:5].any()
+
+
+def test_a_lease_is_believed_whatever_the_reference_says_of_its_end(world: World) -> None:
+    """Heartbeats extend it; the reference was written before."""
+    world.handshakes.owner_ahead = 1e6
+    world.fetch(world.producer(), "r", remote_blocks_expiry_time=1.0)
+    world.step(2)
+    assert world.outcomes["r"].verified
+
+
+def test_the_owners_clock_is_measured_anew_when_it_is_asked_again(world: World) -> None:
+    world.handshakes.owner_ahead = 50.0
+    producer = world.producer(kvnixl=False)
+    world.fetch(producer, "warm", [0], [0])
+    world.step(2)
+    world.handshakes.owner_ahead = 60.0
+    expiry = world.clock.now + 55.0
+    world.fetch(producer, "before", [1], [1], remote_blocks_expiry_time=expiry)
+    world.step(2, seconds=0.2)
+    changes = {"remote_blocks_expiry_time": expiry, "remote_registration_generation": 1}
+    world.fetch(producer, "after", [2], [2], **changes)
+    world.step(2)
+    assert world.outcomes["before"].done
+    assert world.outcomes["after"].cause is FailureCause.NO_LEASE
 
 
 @pytest.mark.parametrize(

@@ -90,15 +90,32 @@ def test_a_pool_needs_slots_and_a_nonce() -> None:
 def test_a_pool_reports_when_it_is_full() -> None:
     class Pool(SlotPool):
         full = 0
+        said = False
 
-        def when_full(self) -> None:
+        def when_full(self) -> bool:
             self.full += 1
+            return self.said
 
-    pool = Pool(1, 5)
+    pool = Pool(3, 5)
+    for name in "abc":
+        pool.acquire(name)
     assert pool.acquire("a") == (0, 5)
-    assert pool.acquire("b") is None
-    assert pool.acquire("a") == (0, 5)
-    assert pool.full == 1
+    assert pool.full == 0
+    assert [pool.acquire(name) for name in "de"] == [None, None]
+    assert pool.full == 2  # it was not said yet
+    pool.said = True
+    assert [pool.acquire(name) for name in "fgh"] == [None, None, None]
+    assert pool.full == 3
+    pool.release("a", clear=True)
+    pool.acquire("d")
+    assert pool.acquire("e") is None
+    assert pool.full == 3  # less than half of the slots were free meanwhile
+    for name in "bc":
+        pool.release(name, clear=True)
+    for name in "bc":
+        pool.acquire(name)
+    assert pool.acquire("e") is None
+    assert pool.full == 4
 
 
 def test_cells_are_poisoned_with_the_complement_of_the_nonce() -> None:

@@ -17,6 +17,11 @@ from kvnixl._descs import RegionIndex, paired_desc_ids, strided_descs
 from kvnixl.errors import BlockListError, TopologyError
 from kvnixl.layout import CacheGroup, CacheLayout, layout_from_addresses
 from kvnixl.topology import (
+    MAX_BLOCK_RATIO,
+    MAX_KERNEL_IDS,
+    MAX_PIECES,
+    MAX_REQUEST_DESCS,
+    MAX_TARGET_RANKS,
     MAX_TP_SIZE,
     BlockPairs,
     ReadPlan,
@@ -117,6 +122,13 @@ def test_every_rank_hears_from_as_many_readers_as_it_is_told(tp_size, remote):
 def test_absurd_tensor_parallel_size_from_a_client_is_refused(size):
     with pytest.raises(TopologyError, match=f"tensor-parallel size {size} is outside"):
         target_ranks(0, 1, size)
+
+
+def test_more_ranks_than_anybody_has_are_refused():
+    """Each would be met and loaded because a request's parameters say so."""
+    assert len(target_ranks(1, 2, 2 * MAX_TARGET_RANKS)) == MAX_TARGET_RANKS
+    with pytest.raises(TopologyError, match=r"sizes 1 and 129: rank 0 would deal with 129 ranks"):
+        target_ranks(0, 1, MAX_TARGET_RANKS + 1)
 
 
 def test_rank_outside_its_engine_is_refused():
@@ -844,6 +856,62 @@ def test_memory_of_another_kind_on_the_other_side():
     assert (read.local_rows[0, 4], read.remote_rows[0, 4]) == (3, 0)
 
 
+# What a peer says of its blocks must not cost more than a refusal.
+
+
+def test_blocks_of_too_many_kernel_blocks_are_refused():
+    few, many = (
+        replace(flat(num_blocks=8192), kernel_blocks_per_block=count)
+        for count in (MAX_BLOCK_RATIO, MAX_BLOCK_RATIO + 1)
+    )
+    plan_reads(flat(), {0: few}, tp_rank=0, tp_size=1, remote_tp_size=1)
+    refuse(flat(), many, "kernel blocks per block: local 1, remote 1025")
+    refuse(many, flat(), "kernel blocks per block: local 1025, remote 1")
+
+
+def test_a_request_that_stands_for_too_many_kernel_blocks_is_refused():
+    remote = replace(flat(num_blocks=8192), kernel_blocks_per_block=MAX_BLOCK_RATIO)
+    plan = plan_reads(flat(), {0: remote}, tp_rank=0, tp_size=1, remote_tp_size=1)
+    most = MAX_KERNEL_IDS // MAX_BLOCK_RATIO
+    plan.pair_blocks([[0]], [[0] * most], num_computed_blocks=[0])
+    with pytest.raises(BlockListError, match="remote block ids are 4097 blocks of 1024 kernel"):
+        plan.pair_blocks([[0]], [[0] * (most + 1)], num_computed_blocks=[0])
+
+
+def test_block_sizes_that_are_too_far_apart_are_refused():
+    def sized(ratio: int) -> CacheLayout:
+        return flat(block_len=64 * ratio, block_size=4 * ratio)
+
+    plan_reads(flat(), {0: sized(MAX_BLOCK_RATIO)}, tp_rank=0, tp_size=1, remote_tp_size=1)
+    message = "tokens per block: local {}, remote {}; one may be at most 1024 times the other"
+    refuse(flat(), sized(2048), message.format(4, 8192))
+    refuse(sized(2048), flat(), message.format(8192, 4))
+
+
+def test_blocks_that_are_cut_into_too_many_pieces_are_refused():
+    """Gaps between a peer's blocks give each part of a block a row of its own."""
+    length = 64 * MAX_BLOCK_RATIO
+    changes = {"block_len": length, "block_stride": length + 64, "block_size": 4 * MAX_BLOCK_RATIO}
+    bases = [i << 32 for i in range(1, MAX_PIECES // MAX_BLOCK_RATIO + 2)]
+    local, remote = (flat(bases, num_kv_heads=1, **given) for given in ({}, changes))
+    refuse(local, remote, "blocks of 4 tokens here and 4096 there.* more than 65536 pieces")
+    local, remote = (replace(layout, regions=layout.regions[1:]) for layout in (local, remote))
+    plan = plan_reads(local, {0: remote}, tp_rank=0, tp_size=1, remote_tp_size=1)
+    assert len(plan.reads[0].local_rows) == MAX_PIECES
+
+
+def test_a_request_of_too_many_descriptors_is_refused():
+    (read,) = make_plan(Engine(layers=2), Engine(layers=2)).reads
+    for blocks in (MAX_REQUEST_DESCS // 2, MAX_REQUEST_DESCS // 2 + 1):
+        ids = (np.broadcast_to(np.int32(0), blocks),)
+        pairs = BlockPairs(ids, ids)
+        if blocks * 2 <= MAX_REQUEST_DESCS:
+            read.check_num_descs(pairs)
+            continue
+        with pytest.raises(BlockListError, match=r"cut into 16777218 pieces \(rank 0\)"):
+            read.check_num_descs(pairs)
+
+
 def test_more_pieces_than_nixl_can_number():
     refuse(
         flat(num_blocks=2**31), flat(num_blocks=8), "local blocks are cut into 2147483648 pieces"
@@ -869,6 +937,16 @@ def test_ranks_of_one_engine_that_differ():
             tp_size=1,
             remote_tp_size=2,
         )
+
+
+def test_ranks_with_thousands_of_cache_groups_do_not_fill_the_log():
+    remote = Engine(2).layout(0)
+    many = replace(remote, groups=remote.groups + (CacheGroup(4),) * 10_000)
+    with pytest.raises(TopologyError, match="differ in cache groups") as caught:
+        plan_reads(
+            Engine(1).layout(0), {0: remote, 1: many}, tp_rank=0, tp_size=1, remote_tp_size=2
+        )
+    assert len(str(caught.value)) < 1000
 
 
 def test_fewer_blocks_on_one_remote_rank_bound_the_block_ids():

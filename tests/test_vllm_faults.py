@@ -1,7 +1,7 @@
 """Faults between real vLLM engines: whatever happens to a peer, a lease or a request costs at most
 the requests that it concerns, and no request ever gets a wrong token.
 
-Engines that prefill: ``p_short`` gives leases of a second, ``p_long`` of a minute. Engines that
+Engines that prefill: ``p_short`` gives leases of a second, ``p_long`` of two minutes. Engines that
 decode, from either: ``d_recompute`` and ``d_fail``, by what they do about KV that could not be
 loaded. Reads go over TCP, where they take long enough to be interrupted.
 """
@@ -40,11 +40,14 @@ from tests.vllm_pairs import SharedEngines
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
 SHORT_LEASE_S = 1.0
-LONG_LEASE_S = 60.0
-HANDSHAKE_TIMEOUT_S = 2.0
+LONG_LEASE_S = 120.0
+# That heartbeats keep, also when an engine does not run for some seconds.
+RENEWED_LEASE_S = 5.0
+# So long that other things are done before it is over, also on a machine that is busy.
+HANDSHAKE_TIMEOUT_S = 6.0
 # "At once", as opposed to "when the lease ends": well below the long lease, and with room for a
 # machine that is busy.
-PROMPTLY_S = 15.0
+PROMPTLY_S = 30.0
 TOKENS = 8
 # A request of three blocks, whose last one is not full.
 SHORT_PROMPT = 70
@@ -119,6 +122,8 @@ def started_engines(vllm_engines: SharedEngines) -> Iterator[Engines]:
         spec_of(model, "d_recompute", "recompute", env=tcp, capture_telemetry=False, **decoding),
         spec_of(model, "d_fail", env=tcp, engine_args={"max_num_seqs": 1}, **decoding),
     ]
+    for number in (1, 2):  # p_long and d_recompute; the other two do not look ahead
+        specs[number] = dataclasses.replace(specs[number], async_scheduling=True)
     reference = vllm_engines.reference(
         vllm_engines.spec(name="reference-llama", forces_tokens=True)
     )
@@ -277,7 +282,7 @@ def test_lease_expires_during_the_read(engines: Engines, policy: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """A prefill that ``p_long`` holds for a minute, and what its end is checked with."""
+    """A prefill that ``p_long`` holds for two minutes, and what its end is checked with."""
 
     engines: Engines
     prompt: list[int]
@@ -310,7 +315,7 @@ def test_abort_before_a_step_has_seen_the_request(engines: Engines, given: Given
 
 def test_abort_while_queued(engines: Engines, given: Given) -> None:
     d = engines.d_fail  # runs one request at a time
-    running = d.submit(fresh_prompt(), 1000)
+    running = d.submit(fresh_prompt(), LONG_PROMPT)
     running.wait_first_token()
     queued = d.submit(given.prompt, TOKENS, kv_transfer_params=given.params)
     d.wait_until(hooks.has_status, queued.request_id, "WAITING")
@@ -384,28 +389,28 @@ def test_rejected_by_the_front_end(
 # --- processes that die -------------------------------------------------------------------------
 
 
-def test_decoding_engine_dies(
-    engines: Engines, start_engine: Callable[[EngineSpec], Engine]
-) -> None:
+def test_decoding_engine_dies(vllm_engines: SharedEngines) -> None:
     """Its heartbeats keep the lease while its request waits, and nothing keeps it afterwards."""
-    p = engines.p_short
-    counts(p)
+    model = vllm_engines.model(TinyModel())
+    lease = {"kv_lease_duration": RENEWED_LEASE_S}
     one_at_a_time = {"max_num_seqs": 1}
-    d = start_engine(
-        spec_of(p.spec.model, "victim", kv_lease_duration=SHORT_LEASE_S, engine_args=one_at_a_time)
-    )
-    running = d.submit(fresh_prompt(), LONG_PROMPT)
-    running.wait_first_token()
-    renewals = p.call(hooks.renewals)
-    prompt = fresh_prompt()
-    d.submit(prompt, TOKENS, kv_transfer_params=prefill(p, prompt))
-    # Six in a lease: without them it would have ended by now.
-    p.wait_until(hooks.has_renewed, renewals + 12)
-    assert p.blocks_in_use()
-    assert not running.done()
-    d.kill()
-    p.wait_blocks_in_use(0, PROMPTLY_S)
-    assert counts(p)("leases_ended_total", "expired") == 1
+    specs = [
+        spec_of(model, "survivor", **lease),
+        spec_of(model, "victim", engine_args=one_at_a_time, **lease),
+    ]
+    with start_all(vllm_engines, specs) as (p, d):
+        for _ in range(4):
+            d.submit(fresh_prompt(), LONG_PROMPT)
+        prompt = fresh_prompt()
+        waiting = d.submit(prompt, TOKENS, kv_transfer_params=prefill(p, prompt))
+        # Six in a lease: without them it would have ended by now.
+        p.wait_until(hooks.has_renewed, 9)
+        assert p.blocks_in_use()
+        assert not waiting.done()
+        d.kill()
+        p.wait_blocks_in_use(0, PROMPTLY_S)
+        assert counts(p)("leases_ended_total", "expired") == 1
+        check_engine(p)
 
 
 RESTARTS = 10
@@ -654,8 +659,9 @@ def test_wrong_engine_answers(engines: Engines) -> None:
     forged = params | {"remote_port": engines.p_short.side_channel_port}
     assert_not_loaded(engines, "fail", prompt, decode(d, prompt, forged))
     other = prefill(engines.p_short, fresh_prompt())["remote_engine_id"]
-    line = next(line for line in d.log().splitlines() if other in line and "REJ" not in line)
-    assert params["remote_engine_id"] in line
+    assert any(
+        other in line and params["remote_engine_id"] in line for line in d.log().splitlines()
+    )
     d.call(hooks.reject, "cleaner", params)
 
 
@@ -734,14 +740,24 @@ class HeldProxy:
                     accepted, _ = self._server.accept()
                     self._sockets.append(accepted)
                     waiting.append(accepted)
-                elif data := ready.recv(1 << 16):
-                    pairs[ready].sendall(data)
-                else:
-                    pairs.pop(pairs.pop(ready), None)
+                elif ready in pairs:  # not closed with the other one just now
+                    self._pass_on(ready, pairs)
             while waiting and self._open.is_set():
                 theirs, ours = waiting.pop(), socket.create_connection(self._target)
                 self._sockets.append(ours)
                 pairs |= {theirs: ours, ours: theirs}
+
+    def _pass_on(self, source: socket.socket, pairs: dict[socket.socket, socket.socket]) -> None:
+        try:
+            if data := source.recv(1 << 16):
+                pairs[source].sendall(data)
+                return
+        except OSError:  # one of them is gone: a client that is tired of waiting tries again
+            pass
+        other = pairs.pop(source)
+        del pairs[other]
+        source.close()
+        other.close()
 
     def close(self) -> None:
         self._closed.set()

@@ -142,7 +142,7 @@ def test_the_bytes_of_both_sides_can_be_compared(pair: Pair, make_prompt: MakePr
     params = prefilled.kv_transfer_params
     assert params is not None
     (sent,) = pair.prefill.call(vllm_child.block_digests, params["remote_block_ids"])
-    generation = pair.decode.submit(prompt, 64, kv_transfer_params=params)
+    generation = pair.decode.submit(prompt, 1500, kv_transfer_params=params)
     generation.wait_first_token()
     (received,) = pair.decode.call(_digests_of_request, generation.request_id)
     assert pair.decode.abort(generation.request_id)
@@ -200,7 +200,7 @@ def test_an_abort_gives_back_the_blocks(reference: Reference, make_prompt: MakeP
     assert engine.blocks_in_use() >= 4
     assert not generation.done()
     assert engine.abort(generation.request_id)
-    engine.wait_blocks_in_use(0, timeout=10)
+    engine.wait_blocks_in_use(0)
     aborted = generation.result()
     assert aborted.finish_reason == "abort"
     assert 0 < len(aborted.token_ids) < 1500
@@ -277,7 +277,7 @@ def test_a_killed_prefill_leaves_a_decode_that_answers(
     def kill(_: Any) -> None:
         prefill.kill()
 
-    answer = pair.handoff(make_prompt(100), 8, between=kill, timeout=30)
+    answer = pair.handoff(make_prompt(100), 8, between=kill)
     assert prefill.exit_code == -signal.SIGKILL
     assert not prefill.alive
     assert answer.decode.finish_reason == "error"

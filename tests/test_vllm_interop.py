@@ -8,6 +8,8 @@ an engine has seen before is not transferred.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -20,9 +22,9 @@ import pytest
 import zmq
 
 from kvnixl.bench.vllm_engines import Engine, EngineSpec, Pair, Reference, prefill_params
-from kvnixl.metadata import LEASE_PARAM
+from kvnixl.metadata import LEASE_PARAM, PROMPT_PARAM, PromptDigest
 from kvnixl.wire import encode_get_meta
-from tests.vllm_pairs import SharedEngines, rotate_block_ids
+from tests.vllm_pairs import ROOT, SharedEngines, rotate_block_ids
 
 # The first test may have to wait until vLLM is imported.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -31,7 +33,8 @@ BLOCK_SIZE = 32
 MAX_TOKENS = 8
 # Longer than any wait here: what becomes free was given back and did not expire.
 LEASE_S = 300
-SHORT_LEASE_S = 6.0  # seconds; stock agents spin, and starve others on a small machine
+# Stock agents spin, and starve others on a small machine; stock renews by two thirds of this only.
+SHORT_LEASE_S = 8.0
 TIMEOUT_S = 60.0
 
 MakePrompt = Callable[[int], list[int]]
@@ -91,6 +94,7 @@ def engines(
 
     There is one pair at a time, because a stock engine keeps a core busy while it lives.
     """
+    vllm_engines.close_pair()  # it may have stock engines, too
     lease, engine_args = getattr(request, "param", (LEASE_S, {}))
     specs = {
         name: vllm_engines.spec(
@@ -163,6 +167,29 @@ def assert_freed(prefill: Engine, *, read: int = 1) -> None:
     """Every block of the prefill engine is free, and not because a lease ran out."""
     prefill.wait_blocks_in_use(0)
     assert ends_by(prefill, counted(prefill)) == ({} if is_stock(prefill) else {"read": read})
+
+
+# --- leases that expire ---------------------------------------------------------------------------
+
+
+# Before the others, whose engines would run beside its own.
+def test_the_comparison_of_expired_leases(vllm_engines: SharedEngines) -> None:
+    """What the stock connector does then is printed, not judged."""
+    vllm_engines.close_pair()  # it has engines of its own, and stock ones keep a core busy
+    done = subprocess.run(
+        [sys.executable, "scripts/compare_expiry.py", "--rounds", "1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len([line for line in lines if line.startswith("NixlConnector ")]) == 2
+    ours = [line for line in lines if line.startswith("KvNixlConnector ")]
+    assert len(ours) == 2
+    assert all(": right tokens (recomputed)" in line for line in ours), done.stdout
 
 
 # --- tokens ---------------------------------------------------------------------------------------
@@ -359,6 +386,7 @@ def test_both_emit_the_same_parameters(engines: dict[str, Engine], make_prompt: 
     # As a router passes them on.
     stock, kvnixl = (json.loads(json.dumps(emitted[name])) for name in ("stock", "kvnixl"))
     lease = kvnixl.pop(LEASE_PARAM)
+    assert PromptDigest.parse(kvnixl.pop(PROMPT_PARAM)).begins(prompt)
     assert isinstance(lease, str)
     assert kvnixl.pop("remote_registration_generation") > 0  # stock has it from vLLM 0.33 on
     assert list(kvnixl) == list(stock)

@@ -453,6 +453,17 @@ def test_parameters_that_a_router_mixed_up_are_left_to_their_owner() -> None:
     assert schedule(scheduler, right, blocks([1, 2, 3])).awaited
 
 
+def test_what_the_front_end_refused_is_given_back() -> None:
+    """vLLM sends another prompt in its stead, and aborts it at once."""
+    scheduler = make_scheduler()
+    params = reference(kvnixl_prompt=str(PromptDigest.of([1] * 10)))
+    request = make_request("d", [0], params)
+    request.abort_immediately = True
+    scheduler.on_new_request(request)
+    finish(scheduler, request, "FINISHED_ABORTED")
+    assert build(scheduler).reads.keys() == {"d"}
+
+
 def test_a_prompt_that_came_as_embeddings_is_not_compared() -> None:
     scheduler = make_scheduler()
     request = make_request("d", [1] * 10, reference(kvnixl_prompt=str(PromptDigest.of([2]))))

@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 BLOCK_SIZE = 32
 WINDOW = 128
 MAX_TOKENS = 8
-START_TIMEOUT_S = 120.0  # of an engine with two ranks
 # Longer than any wait here: what becomes free was given back and did not expire.
 OPTIONS = {"kv_connector_extra_config": {"kv_lease_duration": 300}}
 KVNIXL: dict[str, Any] = {"kv_connector": "KvNixlConnector", "kv_role": "kv_both", **OPTIONS}
@@ -267,12 +266,11 @@ def unequal(vllm_engines: SharedEngines) -> Iterator[dict[str, Engine]]:
             for name, spec in specs.items()
         }
         for engine in started.values():
-            engine.wait_ready(START_TIMEOUT_S)
+            engine.wait_ready()
         yield started
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [("two", "one"), ("one", "two"), ("two", "stock"), ("stock", "two")],

@@ -28,6 +28,7 @@ vllm_world = pytest.importorskip("tests.vllm_world", reason="vLLM is not install
 
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 
+from kvnixl.compat import load_factors  # noqa: E402
 from kvnixl.errors import KvNixlError  # noqa: E402
 from kvnixl.fake import Plan, nixlBackendError  # noqa: E402
 from kvnixl.leases import ProducerLeaseSlots  # noqa: E402
@@ -532,6 +533,17 @@ def test_a_request_is_read_and_verified(
         assert rank.connector._worker._reader.counters.verified == 1
     for engine in (p, d):
         engine.check_empty()
+
+
+def test_what_the_compatibility_hash_is_made_of_is_logged_once_at_start(
+    start: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the form that ``python -m kvnixl.compat`` reads."""
+    caplog.set_level(logging.INFO, "kvnixl.vllm.worker")
+    start("P", 7000, tp_size=2)
+    lead = "kvnixl compatibility factors: "
+    (line,) = [text for text in messages(caplog, logging.INFO) if text.startswith(lead)]
+    assert load_factors(line.removeprefix(lead)) == {"model": "m"}
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])

@@ -641,46 +641,7 @@ def _value_or_wire_error(read: Callable[[bytes], Any], data: bytes) -> Any:
 # --- counting once ------------------------------------------------------------------------------
 
 
-def test_two_notifications_of_one_sender_for_one_request_count_once() -> None:
-    seen = wire.NotificationDedup()
-    assert seen.add("d0", "req")
-    assert not seen.add("d0", "req")
-    assert seen.add("d1", "req")
-    assert seen.add("d0", "other")
-    assert (seen.count("req"), seen.count("other"), seen.count("unknown")) == (2, 1, 0)
-    seen.forget("req")
-    seen.forget("req")
-    assert seen.add("d0", "req"), "an id may come again after its request ended"
-    assert len(seen) == 2
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20), st.booleans()), max_size=200),
-    st.integers(1, 30),
-)
-@PATIENT
-def test_the_memory_of_senders_is_bounded(
-    steps: list[tuple[int, int, bool]], capacity: int
-) -> None:
-    seen = wire.NotificationDedup(capacity)
-    model: set[tuple[int, int]] = set()
-    for sender, key, forget in steps:
-        if forget:
-            seen.forget(key)
-            model = {pair for pair in model if pair[1] != key}
-        else:
-            first = seen.add(sender, key)
-            if seen.evicted == 0:
-                assert first == ((sender, key) not in model)
-                model.add((sender, key))
-                assert len(seen) == len(model)
-        assert len(seen) <= capacity
-        assert len(seen) == sum(seen.count(key) for key in range(21))
-
-
 def test_capacities_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="capacity"):
-        wire.NotificationDedup(0)
     with pytest.raises(ValueError, match="max_senders"):
         wire.SequenceTracker(0)
 

@@ -60,6 +60,11 @@ def exports(context: EngineContext) -> dict[str, Any]:
     }
 
 
+def knows_requests(context: EngineContext, count: int) -> bool:
+    """Whether so many requests are under way, waiting ones included."""
+    return len(context.scheduler.requests) >= count
+
+
 def collect_outputs(context: EngineContext) -> None:
     """Collect every completion of every request from here on; see `take_outputs`."""
     step, kept = context.engine.step, []

@@ -114,13 +114,9 @@ def idle(context: EngineContext) -> bool:
     return not context.scheduler.has_requests()
 
 
-def renewals(context: EngineContext) -> int:
-    """Heartbeats that extended leases of this engine."""
-    return int(context.worker_connector._worker._producer.counters.heartbeats)
-
-
 def has_renewed(context: EngineContext, count: int) -> bool:
-    return renewals(context) >= count
+    """Whether so many heartbeats extended leases of this engine."""
+    return bool(context.worker_connector._worker._producer.counters.heartbeats >= count)
 
 
 def reads_in_stage(context: EngineContext, stage: str) -> bool:

@@ -199,18 +199,29 @@ class Net:
         self.graveyard: list[object] = []  # memory that transfers of the dead may name
 
 
+# Clocks of two processes begin anywhere.
+SCHEDULER_AHEAD_S = 1e6
+
+
 @contextmanager
 def joined() -> Iterator[None]:
     """Engines that are made meanwhile use `Net.current` instead of NIXL, ZeroMQ and the time."""
 
     def make(kind: Callable[..., Any], **more: Any) -> Callable[..., Any]:
-        return lambda *args, **kwargs: kind(*args, **kwargs, clock=clock, **more)
+        return lambda *args, **kwargs: kind(*args, **kwargs, **{"clock": clock, **more})
 
     def clock() -> float:
         return Net.current.clock()
 
+    def schedulers_clock() -> float:
+        return clock() + SCHEDULER_AHEAD_S
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connector_module, "KvNixlScheduler", make(scheduler_module.KvNixlScheduler))
+        patch.setattr(
+            connector_module,
+            "KvNixlScheduler",
+            make(scheduler_module.KvNixlScheduler, clock=schedulers_clock),
+        )
         patch.setattr(connector_module, "worker_rank", lambda: Net.current.starting[1])
         patch.setattr(connector_module, "adopt_vllm_logging", lambda: None)
         patch.setattr(scheduler_module, "HandshakeServer", SideChannel)

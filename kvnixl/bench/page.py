@@ -8,7 +8,7 @@ import textwrap
 from types import TracebackType
 from typing import Any, Self
 
-from kvnixl.bench.tables import RowT, Table
+from kvnixl.bench.tables import Column, RowT, Table
 
 # Of a table that goes to a file or a pipe, and of text anywhere.
 _PIPE_WIDTH = 140
@@ -76,13 +76,18 @@ class Page:
             self._progress.update(self._task, description=what, **fields)
 
     def _show_table(self, table: Table[RowT]) -> None:
-        columns, needed = table.fitting(self._width)
-        if self._console is not None:
-            self._console.print(table.rich(columns))
-        else:
-            print(table.plain(columns))
-        left_out = len(table.columns) - len(columns)
+        shown: set[Column[RowT]] = set()
+        for columns in table.parts(self._width):
+            if shown:
+                self.line("")
+            if self._console is not None:
+                self._console.print(table.rich(columns))
+            else:
+                print(table.plain(columns))
+            shown |= set(columns)
+        left_out = len(table.columns) - len(shown)
         if left_out:
+            _, needed = table.fitting(self._width)
             what = "one column is" if left_out == 1 else f"{left_out} columns are"
             self.line(f"({what} left out: all take {needed} characters; --json has them)", dim=True)
 

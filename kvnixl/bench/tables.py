@@ -23,6 +23,9 @@ LEGEND = {
 }
 
 
+# Columns of this importance or above say which row it is.
+ROW_NAME = 98
+
 RowT = TypeVar("RowT")
 
 
@@ -55,6 +58,20 @@ class Table(Generic[RowT]):
         while self._width(columns) > width and len(columns) > 1:
             columns.remove(min(columns, key=lambda column: column.importance))
         return columns, needed
+
+    def parts(self, width: int) -> list[list[Column[RowT]]]:
+        """All columns as tables that fit, to be shown below each other: the most important ones
+        first, and in each table those that name its rows."""
+        parts = [self.fitting(width)[0]]
+        names = [column for column in self.columns if column.importance >= ROW_NAME]
+        left = [column for column in self.columns if column not in parts[0]]
+        while left:
+            part = Table([*names, *left], self.rows).fitting(width)[0]
+            if not set(part) & set(left):
+                break  # there is no room beside the names
+            parts.append(part)
+            left = [column for column in left if column not in part]
+        return parts
 
     def _width(self, columns: list[Column[RowT]]) -> int:
         return sum(self._column_width(column) + 2 for column in columns)

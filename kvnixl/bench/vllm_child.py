@@ -49,6 +49,9 @@ ORPHAN_TIMEOUT_S = 5.0
 CONNECTOR_STATS_KEPT = 10_000
 # A queue between processes is looked at so often; vLLM would spin.
 QUEUE_POLL_S = 100e-6
+# Threads that were joined leave the kernel's list a little later: what is left must have stayed the
+# same for so long, and is looked at for no longer than that.
+UNCHANGED_S, UNCHANGED_TIMEOUT_S = 0.2, 5.0
 
 _PR_SET_PDEATHSIG = 1
 
@@ -612,20 +615,32 @@ def _stats_collector(collected: deque[JsonObject]) -> Any:
 
 def _remains() -> Remains:
     gc.collect()
-    tasks = Path("/proc/self/task")
-    handles = []
+    until = time.monotonic() + UNCHANGED_TIMEOUT_S
+    found = _open_now()
+    while time.monotonic() < until:
+        time.sleep(UNCHANGED_S)
+        before, found = found, _open_now()
+        if found == before:
+            break
+    return found
+
+
+def _open_now() -> Remains:
+    threads, children, handles = [], [], []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            threads.append((task / "comm").read_text().strip())
+            children += [int(pid) for pid in (task / "children").read_text().split()]
     for handle in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the one that lists them
             handles.append(os.readlink(handle))
     maps = Path("/proc/self/maps").read_text().splitlines()
     mapped = {line.split(maxsplit=5)[-1] for line in maps}
     return Remains(
-        threads=tuple(sorted((task / "comm").read_text().strip() for task in tasks.iterdir())),
+        threads=tuple(sorted(threads)),
         file_descriptors=tuple(sorted(handles)),
         shared_memory=tuple(sorted(path for path in mapped if path.startswith("/dev/shm/"))),
-        children=tuple(
-            int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()
-        ),
+        children=tuple(children),
     )
 
 

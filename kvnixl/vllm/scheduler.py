@@ -68,7 +68,7 @@ class _Shared:
     """What the requests with one reference have in common."""
 
     key: tuple[object, ...]
-    prompt: list[int] | None  # of the first; None if it came as embeddings
+    prompt: list[int] | None  # of the first, if it is known
     members: set[str] = field(default_factory=set)
     open: set[str] = field(default_factory=set)  # KNOWN or READING
     being_read: bool = False
@@ -196,6 +196,8 @@ class KvNixlScheduler:
             return
         key = _reference_key(parsed)
         prompt = request.prompt_token_ids
+        if getattr(request, "abort_immediately", False):
+            prompt = None  # vLLM's front end refused it, and sends a placeholder for its prompt
         shared = self._shared.get(key) or _Shared(key, prompt)
         if _is_other_prompt(prompt, parsed, shared):
             pull.state = _State.OVER

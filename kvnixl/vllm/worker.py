@@ -18,6 +18,7 @@ from typing import Any
 
 from kvnixl.agent import Agent
 from kvnixl.compat import CompatibilityCheck, compatibility_factors
+from kvnixl.deadlines import rebase_deadline
 from kvnixl.errors import KvNixlError
 from kvnixl.handshake import HandshakeClient
 from kvnixl.heartbeat import HeartbeatSender
@@ -125,6 +126,8 @@ class KvNixlWorker:
             compatibility_factors(self._vllm_config, attn_backend_name(self._vllm_config)),
             **options.compat_arguments(),
         )
+        if self._tp_rank == 0:
+            logger.info("kvnixl compatibility factors: %s", compat.factors_text)
         self._kv_caches = kv_caches
         agent = self._agent = Agent.open(**options.agent_arguments())
         try:
@@ -221,7 +224,8 @@ class KvNixlWorker:
             producer.abort(req_id)
         for req_id, deadline in metadata.reqs_to_send.items():
             # Clocks of two processes do not compare; what is left does.
-            producer.hold(req_id, deadline - metadata.scheduler_clock)
+            left = rebase_deadline(deadline, sender_now=metadata.scheduler_clock, now=0.0)
+            producer.hold(req_id, left)
 
     def _start_read(self, reader: Reader, req_id: str, read: ReadRequest) -> None:
         if not read.awaited:
