@@ -727,7 +727,7 @@ def transfer_reference(
     dcp_size: int = 1,
     pp_size: int = 1,
     registration_generation: int | None = None,
-    prompt_token_ids: Sequence[int] | None = None,
+    prompt: PromptDigest | None = None,
 ) -> dict[str, Any]:
     """Everything a reader needs to fetch a request, as JSON values.
 
@@ -747,8 +747,7 @@ def transfer_reference(
         registration_generation: another number for each start of an engine that keeps its id and
             address, so that a reader that knows an earlier start meets the engine again; below
             2**53, which JSON carries everywhere.
-        prompt_token_ids: the prompt, so that a reader of another one can tell. Only a digest of it
-            is given out, see `kvnixl.metadata.PromptDigest`.
+        prompt: of which prompt the blocks are, so that a reader of another one can tell.
     """
     reference: dict[str, Any] = {
         "do_remote_prefill": True,
@@ -769,8 +768,8 @@ def transfer_reference(
         reference["remote_registration_generation"] = registration_generation
     if lease is not None:
         reference[LEASE_PARAM] = format_lease(*lease)
-    if prompt_token_ids is not None:
-        reference[PROMPT_PARAM] = str(PromptDigest.of(prompt_token_ids))
+    if prompt is not None:
+        reference[PROMPT_PARAM] = str(prompt)
     return reference
 
 
@@ -931,7 +930,8 @@ class EmbeddedProducer:
             block_ids: logical block ids per cache group.
             num_tokens: tokens whose KV the blocks hold.
             consumers: how many readers will fetch it; the lease ends after all of them.
-            lease_duration: seconds, instead of the usual ones.
+            lease_duration: seconds, instead of the usual ones. Heartbeats extend the lease, but not
+                what a reader that cannot check it is told (``remote_blocks_expiry_time``).
             prompt_token_ids: the prompt; readers that say theirs are then refused the blocks of
                 another one. Only a digest is given out.
 
@@ -958,6 +958,7 @@ class EmbeddedProducer:
         if not 0 < duration < math.inf:
             raise ValueError(f"lease_duration must be a positive number of seconds, not {duration}")
         blocks = self._checked_blocks(req_id, block_ids)
+        prompt = None if prompt_token_ids is None else PromptDigest.of(prompt_token_ids)
         lease = None
         if self._allocator is not None:
             lease = self._allocator.acquire(req_id)
@@ -976,7 +977,7 @@ class EmbeddedProducer:
             expires_at=expires_at,
             lease=lease,
             registration_generation=self._generation,
-            prompt_token_ids=prompt_token_ids,
+            prompt=prompt,
         )
 
     def _checked_blocks(self, req_id: str, block_ids: Sequence[BlockIdList]) -> list[list[int]]:

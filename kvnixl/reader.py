@@ -366,8 +366,9 @@ class Reader:
             req_id: the local id; unique among the requests without an outcome.
             reference: what the producer gave out for the request, a mapping with the keys of
                 vLLM's ``kv_transfer_params`` and ``kvnixl_lease``. Its
-                ``remote_blocks_expiry_time`` counts only where no lease is checked: once the
-                owner's clock is past it, the request fails instead of being read.
+                ``remote_blocks_expiry_time`` counts only where no lease is checked: unless the
+                READs end before the owner's clock is there, the request fails. Heartbeats, which
+                extend a lease, do not move that time.
             local_block_ids: for each cache group the logical blocks to fill, in order, without
                 those that the local prefix cache holds. No blocks: nothing is read, and the
                 producer is told that its blocks are not needed any more.
@@ -408,7 +409,11 @@ class Reader:
             num_tokens=num_tokens,
         )
         self._requests[req_id] = request
-        remote = self._remote_of(request, reference, prompt_token_ids, now)
+        try:
+            remote = self._remote_of(request, reference, prompt_token_ids, now)
+        except (TypeError, ValueError):  # of the caller's token ids
+            del self._requests[req_id]
+            raise
         if remote is None:
             return
         meta = request.meta
@@ -977,7 +982,7 @@ class Reader:
         elif request.verify:
             self._enter(request, Stage.VERIFYING, now)
             self._reads_done.append(request.req_id)
-        else:
+        elif not self._has_expired(request, now):  # bytes may have come after it
             self._finish(request, (Stage.DONE, None, ""), now)
 
     # --- verifying ------------------------------------------------------------------------------

@@ -229,7 +229,8 @@ class RankRead:
         if descs > MAX_REQUEST_DESCS:
             raise BlockListError(
                 f"the blocks of the request are cut into {descs} pieces (rank {self.remote_rank}), "
-                f"more than {MAX_REQUEST_DESCS}; use equal block sizes on both sides"
+                f"more than {MAX_REQUEST_DESCS}; use larger blocks, or equal block sizes on both "
+                f"sides"
             )
 
     def num_bytes(self, pairs: BlockPairs) -> int:

@@ -1318,6 +1318,10 @@ def test_an_offer_says_of_which_prompt_its_blocks_are(embedded: Embedded) -> Non
     reference = embedded.producer.offer("a", [[0]], 3, prompt_token_ids=[7, 8, 9])
     prompt = TransferParams.parse(json.loads(json.dumps(reference)), "D's id").prompt
     assert prompt == PromptDigest.of([7, 8, 9])
+    with pytest.raises(ValueError, match="token ids"):
+        embedded.producer.offer("b", [[1]], 3, prompt_token_ids=["x"])  # type: ignore[list-item]
+    assert len(embedded.producer) == 1
+    embedded.producer.offer("b", [[1]], 3, prompt_token_ids=[1])
 
 
 def test_the_lease_of_an_offer_lasts_as_long_as_its_reference_says(embedded: Embedded) -> None:

@@ -664,6 +664,17 @@ def test_the_blocks_of_another_prompt_are_not_read(
         assert world.outcomes["its own"].verified
 
 
+@pytest.mark.parametrize("token_ids", [["x"], [2**64], 7])
+def test_token_ids_that_are_none_cost_the_call_only(world: World, token_ids: Any) -> None:
+    reference = world.producer().offer("r", [3], kvnixl_prompt=str(PromptDigest.of([5])))
+    with pytest.raises((TypeError, ValueError)):
+        world.reader.fetch("r", reference, [[0]], prompt_token_ids=token_ids)
+    assert world.reader.num_requests == 0
+    world.reader.fetch("r", reference, [[0]], prompt_token_ids=[5])
+    world.step(3)
+    assert world.outcomes["r"].verified
+
+
 def test_a_producer_that_does_not_say_its_prompt_is_read(world: World) -> None:
     world.reader.fetch("r", world.producer().offer("r", [3]), [[0]], prompt_token_ids=[1])
     world.step(3)
@@ -1909,6 +1920,19 @@ def test_what_no_lease_protects_is_not_read_after_the_owners_promise(
     assert world.outcomes["ahead"].done
     assert world.outcomes["unlimited"].done
     assert not world.cache[:, 3:5].any()
+
+
+def test_a_promise_that_ends_during_the_read_is_not_believed(world: World) -> None:
+    world.handshakes.owner_ahead = 50.0
+    producer = world.producer(kvnixl=False)
+    world.fabric.script(Plan(polls=2))
+    expiry = world.clock.now + 60.0
+    world.fetch(producer, "r", remote_blocks_expiry_time=expiry)
+    world.step()
+    assert world.reader.stage("r") is Stage.READING
+    world.step(3, seconds=10.5)
+    outcome = world.outcomes["r"]
+    assert (outcome.ended_in, outcome.cause) == (Stage.READING, FailureCause.NO_LEASE)
 
 
 def test_a_lease_is_believed_whatever_the_reference_says_of_its_end(world: World) -> None:

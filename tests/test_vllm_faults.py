@@ -399,7 +399,7 @@ def test_decoding_engine_dies(vllm_engines: SharedEngines) -> None:
         spec_of(model, "victim", engine_args=one_at_a_time, **lease),
     ]
     with start_all(vllm_engines, specs) as (p, d):
-        for _ in range(4):
+        for _ in range(8):  # which takes a fast machine longer than the renewals
             d.submit(fresh_prompt(), LONG_PROMPT)
         prompt = fresh_prompt()
         waiting = d.submit(prompt, TOKENS, kv_transfer_params=prefill(p, prompt))

@@ -537,9 +537,11 @@ class Engine:
         first_token: threading.Event | None,
     ) -> None:
         with self._calls_lock:
-            if self._gone:
-                raise self._gone_error()
-            self._calls[number] = (future, first_token)
+            gone = self._gone
+            if not gone:
+                self._calls[number] = (future, first_token)
+        if gone:
+            raise self._gone_error()
         try:
             with self._send_lock:
                 self._pipe.send((number, method, args))
@@ -580,8 +582,9 @@ class Engine:
             self._gone = True
             calls = list(self._calls.values())
             self._calls.clear()
+        reason = str(self._gone_error()) if calls else ""
         for future, _ in calls:
-            future.set_exception(self._gone_error())
+            future.set_exception(EngineError(reason))
 
     def _gone_error(self) -> EngineError:
         # A dying process closes its pipe before it writes why it died.

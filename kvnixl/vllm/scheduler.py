@@ -32,7 +32,7 @@ from kvnixl.errors import TransferParamsError
 from kvnixl.handshake import HandshakeServer
 from kvnixl.heartbeat import HeartbeatTracker
 from kvnixl.leases import LeaseSlotAllocator
-from kvnixl.metadata import TransferParams
+from kvnixl.metadata import PromptDigest, TransferParams
 from kvnixl.producer import transfer_reference
 from kvnixl.vllm.adapter import EngineFacts, GroupFacts, transfer_blocks
 from kvnixl.vllm.messages import (
@@ -494,6 +494,7 @@ class KvNixlScheduler:
         if held:
             self._to_send[req_id] = self._clock() + self._options.kv_lease_duration
         address = (self._options.advertised_host, self._options.side_channel_port)
+        prompt = request.prompt_token_ids  # None if it came as embeddings
         return held, transfer_reference(
             engine_id=self._facts.engine_id,
             req_id=req_id,
@@ -504,7 +505,7 @@ class KvNixlScheduler:
             lease=lease,
             tp_size=self._facts.tp_size,
             registration_generation=self._generation,
-            prompt_token_ids=request.prompt_token_ids,
+            prompt=None if prompt is None else PromptDigest.of(prompt),
         )
 
     def _say_once(self, key: str, message: str, *args: object) -> None:

@@ -58,8 +58,8 @@ _REMEDIES = {
     FailureCause.HANDSHAKE: "check that the prefill engine runs, that its side channel is "
     "reachable from here, and that both run the same configuration",
     FailureCause.BLOCKS: "check that the kv_transfer_params belong to this prompt",
-    FailureCause.NO_LEASE: "raise kv_lease_slots of the prefill engine, or set lease_verification "
-    "to prefer",
+    FailureCause.NO_LEASE: "raise kv_lease_slots of the prefill engine, or read without proof by "
+    "setting lease_verification to prefer",
     FailureCause.POST: "see the NIXL and UCX lines above",
     FailureCause.TRANSFER: "see the NIXL and UCX lines above",
     FailureCause.DISCONNECTED: "the prefill engine ended or was restarted",
