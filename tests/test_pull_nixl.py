@@ -304,6 +304,8 @@ def test_stops_and_kills_at_random_moments(spawn: Spawn, ucx: Env, seed: int) ->
     traffic = Traffic([], [], seed)
     events = [(name, kill) for name in ("p0", "d0") for kill in (True, False, False)]
     rng.shuffle(events)
+    survivors = (prefills["p1"], decodes["d1"])
+    memory: list[list[int]] = []  # of these, after each event
     with ucx_may_crash(prefills.values, ucx):
         for name, kill in events:
             victim = (prefills | decodes)[name]
@@ -342,6 +344,9 @@ def test_stops_and_kills_at_random_moments(spawn: Spawn, ucx: Env, seed: int) ->
                         attempts.append(read(decode, traffic.offer(prefill, 3, 5.0, 1)))
                         assert_right_or_failed(attempts[-1])
                         assert len(attempts) < 4, attempts
+            memory.append([child.call("resident_bytes") for child in survivors])
+        for first, last in zip(memory[0], memory[-1], strict=True):
+            assert last - first < 8 * MIB
         for prefill in prefills.values():
             counters = prefill.call("wait_idle")
             ends = ("read", "released", "expired", "aborted")

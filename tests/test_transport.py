@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import hashlib
 import logging
 import tracemalloc
@@ -278,26 +279,33 @@ class Wordless:
         self.raw.transfer(handle)
 
 
+@contextlib.contextmanager
+def reader_over(raw: Any, fabric: FakeFabric) -> Iterator[tuple[NixlTransport, np.ndarray]]:
+    """A transport over a caller's own agent, the blocks it reads into, and a producer of sevens."""
+    producer = Side(fabric, "P", 7)
+    blocks = np.zeros((BLOCKS, BLOCK_LEN), np.uint8)
+    reader = NixlTransport("D", memoryview(blocks), agent=raw)
+    t = producer.transport
+    reader.add_remote_peer("p", t.get_agent_metadata(), t.base_addr, t.num_blocks, t.block_len)
+    yield reader, blocks
+    reader.close()
+    producer.transport.close()
+    fabric.assert_clean()
+
+
 @pytest.mark.parametrize("end", ["DONE", "ERR"])
 def test_an_agent_that_returns_nothing_from_posting_is_asked_how_it_went(
     fabric: FakeFabric, end: str
 ) -> None:
-    producer = Side(fabric, "P", 7)
-    blocks = np.zeros((BLOCKS, BLOCK_LEN), np.uint8)
-    reader = NixlTransport("D", memoryview(blocks), agent=Wordless(fabric.agent("D")))
-    t = producer.transport
-    reader.add_remote_peer("p", t.get_agent_metadata(), t.base_addr, t.num_blocks, t.block_len)
-    fabric.script(Plan(polls=2, end=end))
-    transfer_id = reader.read_blocks("p", [0], [0])
-    assert transfer_id is not None
-    ends = [drain(reader) for _ in range(4)]
-    expected = ([transfer_id], []) if end == "DONE" else ([], [transfer_id])
-    assert [some for some in ends if some != ([], [])] == [expected]
-    if end == "DONE":
-        assert (blocks[0] == 7).all()
-    reader.close()
-    producer.transport.close()
-    fabric.assert_clean()
+    with reader_over(Wordless(fabric.agent("D")), fabric) as (reader, blocks):
+        fabric.script(Plan(polls=2, end=end))
+        transfer_id = reader.read_blocks("p", [0], [0])
+        assert transfer_id is not None
+        ends = [drain(reader) for _ in range(4)]
+        expected = ([transfer_id], []) if end == "DONE" else ([], [transfer_id])
+        assert [some for some in ends if some != ([], [])] == [expected]
+        if end == "DONE":
+            assert (blocks[0] == 7).all()
 
 
 class HalfPosting:
@@ -318,20 +326,13 @@ class HalfPosting:
 def test_a_post_that_fails_half_way_has_an_id_that_ends_when_its_bytes_have_stopped(
     fabric: FakeFabric,
 ) -> None:
-    producer = Side(fabric, "P", 7)
-    blocks = np.zeros((BLOCKS, BLOCK_LEN), np.uint8)
-    reader = NixlTransport("D", memoryview(blocks), agent=HalfPosting(fabric.agent("D")))
-    t = producer.transport
-    reader.add_remote_peer("p", t.get_agent_metadata(), t.base_addr, t.num_blocks, t.block_len)
-    fabric.script(SLOW)
-    transfer_id = reader.read_blocks("p", [0], [0])
-    assert transfer_id is not None
-    assert drain(reader) == ([], [])
-    fabric.settle()
-    assert drain(reader) == ([], [transfer_id])
-    reader.close()
-    producer.transport.close()
-    fabric.assert_clean()
+    with reader_over(HalfPosting(fabric.agent("D")), fabric) as (reader, _):
+        fabric.script(SLOW)
+        transfer_id = reader.read_blocks("p", [0], [0])
+        assert transfer_id is not None
+        assert drain(reader) == ([], [])
+        fabric.settle()
+        assert drain(reader) == ([], [transfer_id])
 
 
 def test_a_handle_whose_release_fails_is_retried(
